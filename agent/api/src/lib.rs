@@ -1,0 +1,36 @@
+//! What shim and agent say to each other, over vsock.
+//!
+//! On [`CONTROL_PORT`] the agent serves ttrpc: containerd's Task service (from
+//! `containerd-shim-protos`, under the v2 name) and the [`agent_ttrpc::Sandbox`] service of
+//! `protos/agent.proto`. On [`STREAM_PORT`] it takes stdio streams: each connection begins with a
+//! [`StreamHeader`] and then carries the raw bytes of one stream; end of file is a half-close.
+//!
+//! How containerd's messages are used:
+//!
+//! * `CreateTaskRequest.options` is an `Any` of [`SPEC_TYPE_URL`] with the OCI runtime spec as JSON,
+//!   all paths in it already those of the guest (`root.path` included); `rootfs` is empty.
+//! * `stdin`, `stdout`, `stderr` of Create and Exec are `stream://<id>` (see [`stream_uri`]), or
+//!   empty for none. The shim connects the streams at the same time as it sends the request; the
+//!   agent waits for them (bounded) before it answers.
+//! * pids in answers are those of the guest; the shim puts its own there.
+
+#[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
+mod generated {
+    include!(concat!(env!("OUT_DIR"), "/mod.rs"));
+}
+mod stream;
+
+pub use generated::{agent, agent_ttrpc};
+pub use stream::{InvalidHeader, StreamHeader, parse_stream_uri, stream_uri};
+
+/// vsock port of the ttrpc services.
+pub const CONTROL_PORT: u32 = 1024;
+
+/// vsock port of the stdio streams.
+pub const STREAM_PORT: u32 = 1025;
+
+/// Where the guest mounts the sandbox's file tree.
+pub const SHARE: &str = "/run/thaw/share";
+
+/// Type URL of an OCI runtime spec (JSON) in `CreateTaskRequest.options`.
+pub const SPEC_TYPE_URL: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";

@@ -1,0 +1,2 @@
+//! The clocks.
+fn main() {}

@@ -1,0 +1,30 @@
+//! The control channel of `thaw-vmm`: what its owner may ask, what it answers, how both travel, and
+//! how the process is started in its jail.
+//!
+//! One `SOCK_SEQPACKET` socket pair connects the owner of a sandbox (the shim, a test, a benchmark)
+//! with one `thaw-vmm`. Each packet is one message; descriptors travel beside it (`SCM_RIGHTS`). The
+//! owner has at most one request outstanding and gets exactly one [`Reply`] for it; [`Event`]s may
+//! arrive at any time. When the owner's end closes, the VMM exits.
+//!
+//! This crate knows nothing of KVM or virtio, so that the shim does not link them.
+
+mod message;
+mod shape;
+
+pub use message::{Event, FromVmm, GuestExit, Phase, Reply, Request, Statistics};
+pub use shape::{InvalidShape, Shape};
+
+/// The virtio-fs tag of the one file tree a sandbox exports to its guest.
+pub const FILE_SYSTEM_TAG: &str = "thaw";
+
+/// The guest's vsock context id: constant, since each VMM is a vsock host of its own.
+pub const GUEST_CONTEXT_ID: u64 = 3;
+
+/// Number of virtio-block slots that every template has.
+pub const BLOCK_SLOTS: u8 = 8;
+
+/// The descriptor on which `thaw-vmm` finds its end of the control channel.
+pub const CONTROL_DESCRIPTOR: i32 = 3;
+
+/// The descriptor on which `thaw-vmm` finds `/dev/kvm`, opened by whoever started it.
+pub const KVM_DESCRIPTOR: i32 = 4;

@@ -1,0 +1,108 @@
+//! The messages of the control channel.
+
+use serde::{Deserialize, Serialize};
+
+use crate::Shape;
+
+/// What the owner asks of the VMM. Descriptors that belong to a request are named in its text, in
+/// the order in which they are sent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Boot a guest from nothing, for a template. Descriptors: kernel (ELF `vmlinux`), initramfs.
+    /// vCPUs run when this is answered.
+    Boot {
+        /// vCPUs and memory of the machine.
+        shape: Shape,
+        /// Kernel command line.
+        command_line: String,
+    },
+    /// Make the machine of a snapshot, vCPUs stopped. Descriptors: state file, memory file, both
+    /// read-only.
+    Restore,
+    /// Give block slot `slot` its backing, before the vCPUs of a restored machine run.
+    /// Descriptors: the file or block device.
+    AttachBlock {
+        /// Slot number, below [`crate::BLOCK_SLOTS`].
+        slot: u8,
+        /// Refuse writes.
+        read_only: bool,
+    },
+    /// Run the vCPUs of a restored machine.
+    Run,
+    /// Open a vsock connection from the host to `port` of the guest and move bytes between it and
+    /// the descriptor sent along (one end of a `SOCK_STREAM` socket pair), until both directions
+    /// have ended. Answered as soon as the request is queued; when the guest refuses, the other end
+    /// of the pair sees end of file.
+    ConnectVsock {
+        /// Port of the listening guest socket.
+        port: u32,
+    },
+    /// Stop the vCPUs and write the machine. Descriptors: state file, memory file, both empty,
+    /// writable and seekable. The machine stays stopped.
+    Snapshot,
+    /// Ask for the counters of [`Statistics`].
+    Statistics,
+}
+
+/// The one answer to a [`Request`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// Done.
+    Done,
+    /// The answer to [`Request::Statistics`].
+    Statistics(Statistics),
+    /// Not done: what was being done, with what, and why it failed.
+    Failed(String),
+}
+
+/// What the VMM says unasked.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Event {
+    /// The guest is no more; the VMM exits after this.
+    GuestExit(GuestExit),
+    /// Output of the guest's console, as it came.
+    Console(Vec<u8>),
+}
+
+/// How a guest ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GuestExit {
+    /// It asked for a reset or power-off, as a kernel does after a panic too.
+    Reset,
+    /// Triple fault.
+    Shutdown,
+    /// KVM or a device could not go on.
+    Failed(String),
+}
+
+/// A packet from the VMM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FromVmm {
+    /// Answer to the outstanding request.
+    Reply(Reply),
+    /// Something that happened.
+    Event(Event),
+}
+
+/// One step of the VMM's start, with the CLOCK_MONOTONIC time at which it was complete.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Phase {
+    /// Name, as `thaw trace` prints it.
+    pub name: String,
+    /// CLOCK_MONOTONIC in nanoseconds.
+    pub monotonic_ns: u64,
+}
+
+/// What a VMM counts about its guest.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Statistics {
+    /// Steps of the start, in order.
+    pub phases: Vec<Phase>,
+    /// Sums over all vCPUs of KVM's own counters (`KVM_GET_STATS_FD`), by KVM's names.
+    pub kvm: Vec<(String, u64)>,
+    /// Requests that the file server has answered.
+    pub file_requests: u64,
+    /// Bytes of guest memory that differ from the template (private pages), from `/proc/self/smaps`
+    /// like data; zero where it could not be read.
+    pub guest_dirty_bytes: u64,
+}

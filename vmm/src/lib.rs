@@ -1,0 +1,4 @@
+//! The virtual machine monitor of thaw: KVM, guest memory, PCI and virtio devices, file server,
+//! snapshot and restore. Knows nothing of containers.
+
+pub mod virtio;
