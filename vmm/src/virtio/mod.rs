@@ -4,6 +4,8 @@
 //! its own between [`Device::activate`] and [`Device::deactivate`]. Everything it reads from guest
 //! memory is untrusted: copied once, checked, and bounded per notification.
 
+pub mod worker;
+
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -98,9 +100,14 @@ pub trait Device: Send {
     /// Write the device's configuration space. Most devices have nothing that can be written.
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
+    /// Whether there is something behind this device. A slot without backing is never activated and
+    /// has no event descriptors; its driver's set-up is kept for the restore that gives it one.
+    fn has_backing(&self) -> bool {
+        true
+    }
+
     /// The driver is ready (DRIVER_OK), or the machine of a snapshot in which it was is about to
-    /// run. Start to work, beginning with whatever is in the queues already. A slot without backing
-    /// keeps the activation and starts nothing.
+    /// run. Start to work, beginning with whatever is in the queues already.
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError>;
 
     /// Stop to work and give the queues back with their current indices: no thread touches guest
