@@ -8,10 +8,16 @@
 //!
 //! This crate knows nothing of KVM or virtio, so that the shim does not link them.
 
+mod channel;
+mod launch;
 mod message;
+mod owner;
 mod shape;
 
+pub use channel::{Channel, ChannelError, MAX_DESCRIPTORS, MAX_MESSAGE};
+pub use launch::{Launch, LaunchError, Launched};
 pub use message::{Event, FromVmm, GuestExit, Phase, Reply, Request, Statistics};
+pub use owner::Owner;
 pub use shape::{InvalidShape, Shape};
 
 /// The virtio-fs tag of the one file tree a sandbox exports to its guest.

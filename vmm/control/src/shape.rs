@@ -70,7 +70,10 @@ impl TryFrom<RawShape> for Shape {
 
 impl From<Shape> for RawShape {
     fn from(shape: Shape) -> Self {
-        Self { vcpus: shape.vcpus, memory_mib: shape.memory_mib }
+        Self {
+            vcpus: shape.vcpus,
+            memory_mib: shape.memory_mib,
+        }
     }
 }
 
