@@ -4,6 +4,15 @@
 //! its own between [`Device::activate`] and [`Device::deactivate`]. Everything it reads from guest
 //! memory is untrusted: copied once, checked, and bounded per notification.
 
+pub mod block;
+pub mod buffers;
+pub mod config_space;
+pub mod console;
+pub mod guest_error;
+pub mod guest_io;
+pub mod queue;
+#[cfg(test)]
+mod test_driver;
 pub mod worker;
 
 use std::sync::Arc;
