@@ -1,1 +1,4 @@
 //! containerd's side of thaw.
+
+pub mod paths;
+pub mod template;

@@ -26,6 +26,10 @@ pub use stream::{InvalidHeader, StreamHeader, parse_stream_uri, stream_uri};
 /// vsock port of the ttrpc services.
 pub const CONTROL_PORT: u32 = 1024;
 
+/// What the agent prints on the guest's console, as a line, once it listens on both ports. A template
+/// build waits for it.
+pub const READY_LINE: &str = "thaw-agent: ready";
+
 /// vsock port of the stdio streams.
 pub const STREAM_PORT: u32 = 1025;
 

@@ -1,0 +1,344 @@
+//! The real builder: boot a guest in a VMM, wait for its agent, and snapshot it.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::net::Shutdown;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use thaw_agent_api::agent::QuiesceRequest;
+use thaw_agent_api::agent_ttrpc::SandboxClient;
+use thaw_agent_api::{CONTROL_PORT, READY_LINE};
+use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Request};
+
+use super::build::{BuildError, Builder};
+use super::key::KeyInputs;
+use super::lock::ScratchDirectory;
+use super::watchdog::{Step, Watchdog};
+use crate::paths::{Installation, RUNTIME_DIRECTORY};
+
+// The limits are far above what the slowest host takes: emulated machines boot in under 10 s.
+const BOOT: Step = Step {
+    doing: "booting the guest",
+    limit: Duration::from_secs(120),
+};
+const QUIESCE: Step = Step {
+    doing: "asking the guest's agent to quiesce",
+    limit: Duration::from_secs(60),
+};
+const SNAPSHOT: Step = Step {
+    doing: "writing the snapshot",
+    limit: Duration::from_secs(120),
+};
+
+/// Bytes of console output that are kept for an error.
+const CONSOLE_TAIL: usize = 2048;
+
+/// Builds templates with the VMM, kernel and initramfs of an installation.
+pub(super) struct VmmBuilder<'a> {
+    installation: &'a Installation,
+}
+
+impl<'a> VmmBuilder<'a> {
+    /// A builder that uses the files of `installation`.
+    pub fn new(installation: &'a Installation) -> Self {
+        Self { installation }
+    }
+}
+
+impl Builder for VmmBuilder<'_> {
+    fn build(&self, inputs: &KeyInputs, state: &File, memory: &File) -> Result<(), BuildError> {
+        let begin = Instant::now();
+        tracing::info!(shape = %inputs.shape, "building a template");
+        let open =
+            |path: &Path| File::open(path).map_err(host(format!("opening {}", path.display())));
+        let kernel = open(&self.installation.kernel)?;
+        let initramfs = open(&self.installation.initramfs)?;
+        // The guest sees an empty tree for now; what a sandbox exports comes with its own VMM.
+        let runtime = Path::new(RUNTIME_DIRECTORY);
+        std::fs::create_dir_all(runtime).map_err(host(format!("making {RUNTIME_DIRECTORY}")))?;
+        ScratchDirectory::remove_stale(runtime);
+        let root = ScratchDirectory::create(runtime)
+            .map_err(host(format!("making a directory in {RUNTIME_DIRECTORY}")))?;
+        let mut guest = Guest::start(&self.installation.vmm, root.path(), inputs)?;
+        let result = guest.boot(inputs, &kernel, &initramfs).and_then(|()| {
+            guest.quiesce()?;
+            guest.snapshot(state, memory)
+        });
+        guest.end();
+        drop(root);
+        result?;
+        let seconds = begin.elapsed().as_secs_f32();
+        tracing::info!(shape = %inputs.shape, seconds, "built a template");
+        Ok(())
+    }
+}
+
+/// A guest that is to become a template.
+struct Guest {
+    launched: Launched,
+    watchdog: Watchdog,
+    /// The end of what the guest's console has said.
+    console: Vec<u8>,
+    /// What the VMM writes to its standard error.
+    log: File,
+}
+
+impl Guest {
+    fn start(program: &Path, root: &Path, inputs: &KeyInputs) -> Result<Self, BuildError> {
+        let log = memfd_create("thaw-vmm-log", MFdFlags::MFD_CLOEXEC)
+            .map(File::from)
+            .map_err(|errno| host("making a file in memory".to_owned())(errno.into()))?;
+        let launch = Launch {
+            program,
+            root,
+            network_namespace: None,
+            log: Some(log.as_fd()),
+        };
+        let launched = launch.start().map_err(|source| BuildError::Host {
+            doing: "starting the VMM".to_owned(),
+            source: Box::new(source),
+        })?;
+        let watchdog = launched
+            .pidfd
+            .try_clone()
+            .and_then(|pidfd| Watchdog::start(pidfd, inputs.shape, BOOT));
+        match watchdog {
+            Ok(watchdog) => Ok(Self {
+                launched,
+                watchdog,
+                console: Vec::new(),
+                log,
+            }),
+            Err(error) => {
+                end(&launched);
+                Err(host("starting a thread".to_owned())(error))
+            }
+        }
+    }
+
+    /// Boot until the agent says that it listens.
+    fn boot(
+        &mut self,
+        inputs: &KeyInputs,
+        kernel: &File,
+        initramfs: &File,
+    ) -> Result<(), BuildError> {
+        let request = Request::Boot {
+            shape: inputs.shape,
+            command_line: inputs.command_line.clone(),
+        };
+        self.launched
+            .owner
+            .request(&request, &[kernel.as_fd(), initramfs.as_fd()])
+            .map_err(|error| self.channel_failed(BOOT, error))?;
+        let mut line = Vec::new();
+        loop {
+            match self.launched.owner.next_event() {
+                Ok(Some(Event::Console(bytes))) => {
+                    self.keep_console(&bytes);
+                    if found_line(&mut line, &bytes, READY_LINE.as_bytes()) {
+                        return Ok(());
+                    }
+                }
+                Ok(Some(Event::GuestExit(exit))) => {
+                    return Err(self.failed(BOOT, format!("the guest ended: {exit:?}")));
+                }
+                Ok(None) => return Err(self.failed(BOOT, "the VMM ended".to_owned())),
+                Err(error) => return Err(self.channel_failed(BOOT, error)),
+            }
+        }
+    }
+
+    /// Let the agent prepare the guest, and leave no connection to it.
+    fn quiesce(&mut self) -> Result<(), BuildError> {
+        self.watchdog.step(QUIESCE);
+        let result = UnixStream::pair().map_err(host("making a socket pair".to_owned()));
+        let (ours, theirs) = result?;
+        self.launched
+            .owner
+            .request(
+                &Request::ConnectVsock { port: CONTROL_PORT },
+                &[theirs.as_fd()],
+            )
+            .map_err(|error| self.channel_failed(QUIESCE, error))?;
+        drop(theirs);
+        // On a thread of its own: the caller's may belong to a runtime already.
+        let outcome = std::thread::scope(|scope| {
+            let call = scope.spawn(|| call_quiesce(&ours));
+            call.join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        outcome.map_err(|reason| self.failed(QUIESCE, reason))?;
+        // The snapshot must not hold the connection: wait until the agent has closed its end too.
+        let closed = ours.shutdown(Shutdown::Write).and_then(|()| {
+            let mut rest = Vec::new();
+            (&ours).take(1 << 16).read_to_end(&mut rest)
+        });
+        match closed {
+            Err(error) if error.kind() != io::ErrorKind::ConnectionReset => {
+                Err(self.failed(QUIESCE, format!("closing the connection: {error}")))
+            }
+            _ if self.watchdog.expired() => {
+                Err(self.failed(QUIESCE, "closing the connection".to_owned()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn snapshot(&mut self, state: &File, memory: &File) -> Result<(), BuildError> {
+        self.watchdog.step(SNAPSHOT);
+        match self
+            .launched
+            .owner
+            .request(&Request::Snapshot, &[state.as_fd(), memory.as_fd()])
+        {
+            Ok(_) => Ok(()),
+            Err(ChannelError::Refused(reason)) => Err(BuildError::Snapshot(reason)),
+            Err(error) => Err(self.channel_failed(SNAPSHOT, error)),
+        }
+    }
+
+    fn channel_failed(&mut self, step: Step, error: ChannelError) -> BuildError {
+        self.failed(step, error.to_string())
+    }
+
+    /// What went wrong in `step`, with all that may explain it.
+    fn failed(&mut self, step: Step, reason: String) -> BuildError {
+        // What the console said before the end is still in the channel.
+        while let Ok(Some(Event::Console(bytes))) = self.launched.owner.try_next_event() {
+            self.keep_console(&bytes);
+        }
+        let console = String::from_utf8_lossy(&self.console).into_owned();
+        if self.watchdog.expired() {
+            return BuildError::Timeout {
+                doing: step.doing,
+                seconds: step.limit.as_secs(),
+                console,
+            };
+        }
+        let mut log = Vec::new();
+        let read = self
+            .log
+            .seek(SeekFrom::Start(0))
+            .and_then(|_| (&self.log).take(CONSOLE_TAIL as u64).read_to_end(&mut log));
+        let reason = match read {
+            Ok(length) if length > 0 => {
+                let log = String::from_utf8_lossy(&log);
+                format!(
+                    "{reason}; the VMM says: {}",
+                    log.trim().replace('\n', " | ")
+                )
+            }
+            _ => reason,
+        };
+        BuildError::Guest {
+            doing: step.doing,
+            reason,
+            console,
+        }
+    }
+
+    fn keep_console(&mut self, bytes: &[u8]) {
+        tracing::debug!(target: "thaw::guest", "{}", String::from_utf8_lossy(bytes).trim_end());
+        self.console.extend_from_slice(bytes);
+        let excess = self.console.len().saturating_sub(CONSOLE_TAIL);
+        self.console.drain(..excess);
+    }
+
+    fn end(self) {
+        end(&self.launched);
+    }
+}
+
+/// Kill and reap a VMM.
+fn end(launched: &Launched) {
+    if let Err(error) = launched.kill().and_then(|()| launched.wait().map(drop)) {
+        tracing::debug!(%error, pid = launched.pid, "ending a VMM");
+    }
+}
+
+fn host(doing: String) -> impl FnOnce(io::Error) -> BuildError {
+    move |source| BuildError::Host {
+        doing,
+        source: Box::new(source),
+    }
+}
+
+/// One call to the agent on the other end of `connection`.
+fn call_quiesce(connection: &UnixStream) -> Result<(), String> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| format!("making a runtime: {error}"))?;
+    runtime.block_on(async {
+        let connection = connection.try_clone().and_then(|connection| {
+            connection.set_nonblocking(true)?;
+            tokio::net::UnixStream::from_std(connection)
+        });
+        let connection = connection.map_err(|error| format!("using a socket: {error}"))?;
+        let socket = ttrpc::r#async::transport::Socket::new(connection);
+        let client = SandboxClient::new(ttrpc::r#async::Client::new(socket));
+        let context = ttrpc::context::Context::default();
+        client
+            .quiesce(context, &QuiesceRequest::new())
+            .await
+            .map_err(|error| error.to_string())
+    })?;
+    drop(runtime);
+    // The flag belongs to the socket, which the caller still reads from.
+    connection
+        .set_nonblocking(false)
+        .map_err(|error| format!("using a socket: {error}"))
+}
+
+/// Whether `wanted` is in one of the lines of which `bytes` is the next part. `line` keeps the line
+/// that is not complete yet, but no more of it than matters.
+fn found_line(line: &mut Vec<u8>, bytes: &[u8], wanted: &[u8]) -> bool {
+    for byte in bytes {
+        if *byte == b'\n' {
+            line.clear();
+            continue;
+        }
+        if line.len() == 4 * wanted.len() {
+            line.drain(..3 * wanted.len());
+        }
+        line.push(*byte);
+        if line.ends_with(wanted) {
+            return true;
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_ready_line_is_found_however_it_is_cut() {
+        let text = "[    0.1] x\r\nlong line ".repeat(50) + "\n[1.0] " + READY_LINE;
+        for size in [1, 2, 7, 64, text.len()] {
+            let mut line = Vec::new();
+            let mut chunks = text.as_bytes().chunks(size).peekable();
+            while let Some(chunk) = chunks.next() {
+                let found = found_line(&mut line, chunk, READY_LINE.as_bytes());
+                assert_eq!(found, chunks.peek().is_none(), "chunks of {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn test_ready_line_does_not_span_lines() {
+        let mut line = Vec::new();
+        let (a, b) = READY_LINE.split_at(5);
+        assert!(!found_line(
+            &mut line,
+            format!("{a}\n{b}\n").as_bytes(),
+            READY_LINE.as_bytes()
+        ));
+    }
+}
