@@ -1,2 +1,119 @@
-//! Placeholder of the first commit.
-fn main() {}
+//! PID 1 of a thaw guest: listens on vsock, runs containers, reaps.
+//!
+//! One program, three roles by the name it is called with: the agent, the helper that it executes
+//! for each container process, and a program that ends at once (for template builds).
+
+// The Rust runtime's own start-up aborts when descriptors 0 to 2 are closed and there is no
+// /dev/null yet, which is how a kernel may start its first process.
+#![cfg_attr(not(test), no_main)]
+#![allow(dead_code)] // until the task service is in
+
+mod boot;
+mod identity;
+mod io;
+mod sandbox;
+mod status;
+mod sys;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use thaw_agent_api::agent_ttrpc::create_sandbox;
+use thaw_agent_api::{CONTROL_PORT, STREAM_PORT};
+use tracing::error;
+use tracing_subscriber::filter::LevelFilter;
+
+use crate::io::Listener;
+use crate::sandbox::SandboxService;
+
+/// Where the agent listens.
+enum Place {
+    /// On vsock, as the first process of a guest.
+    Guest,
+    /// In a directory, without any set-up: for tests.
+    Directory(PathBuf),
+}
+
+/// Called by the C library's start-up code.
+#[cfg(not(test))]
+// SAFETY: nothing else defines this symbol, and its signature is that of C's main.
+#[unsafe(no_mangle)]
+extern "C" fn main(_: libc::c_int, _: *const *const libc::c_char) -> libc::c_int {
+    libc::c_int::from(run() != ExitCode::SUCCESS)
+}
+
+fn run() -> ExitCode {
+    sys::ignore_sigpipe();
+    let arguments: Vec<String> = std::env::args_os()
+        .map(|argument| argument.to_string_lossy().into_owned())
+        .collect();
+    let place = match &arguments[..] {
+        [_, flag, place] if flag == "--listen" && place.starts_with("unix:") => {
+            Place::Directory(PathBuf::from(&place["unix:".len()..]))
+        }
+        _ if std::process::id() == 1 => Place::Guest,
+        _ => {
+            eprintln!(
+                "thaw-agent is the first process of a thaw guest; for tests: --listen unix:DIR"
+            );
+            return ExitCode::from(2);
+        }
+    };
+    if let Place::Guest = place
+        && let Err(error) = boot::set_up()
+    {
+        eprintln!("thaw-agent: {error}");
+        return ExitCode::FAILURE;
+    }
+    log_to_stderr();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    match runtime
+        .map_err(Into::into)
+        .and_then(|runtime| runtime.block_on(serve(place)))
+    {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            error!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Warnings and worse; `THAW_LOG` in the environment (the kernel passes unknown words of its
+/// command line on) asks for more.
+fn log_to_stderr() {
+    let level = std::env::var("THAW_LOG")
+        .ok()
+        .and_then(|level| level.parse().ok());
+    tracing_subscriber::fmt()
+        .with_max_level(level.unwrap_or(LevelFilter::WARN))
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .without_time()
+        .init();
+}
+
+/// Serves until the end of the guest.
+async fn serve(place: Place) -> Result<(), Box<dyn std::error::Error>> {
+    let (streams, control) = match &place {
+        Place::Guest => (
+            Listener::vsock(STREAM_PORT)?,
+            format!("vsock://-1:{CONTROL_PORT}"),
+        ),
+        Place::Directory(directory) => (
+            Listener::unix(&directory.join("stream"))?,
+            format!("unix://{}", directory.join("control").display()),
+        ),
+    };
+    let mut server = ttrpc::asynchronous::Server::new()
+        .bind(&control)?
+        .register_service(create_sandbox(Arc::new(SandboxService::default())));
+    server.start().await?;
+    tracing::info!("listening");
+    loop {
+        let _ = streams.accept().await?;
+    }
+}
