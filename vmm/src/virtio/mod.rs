@@ -8,6 +8,7 @@ pub mod block;
 pub mod buffers;
 pub mod config_space;
 pub mod console;
+pub mod fs;
 pub mod guest_error;
 pub mod guest_io;
 pub mod queue;

@@ -1,0 +1,227 @@
+//! The file system device (virtio 1.2, 5.11): FUSE over two queues, no DAX window.
+//!
+//! The tree is served by virtiofsd's library ([`server`]), in one worker thread, so requests are
+//! answered in the order in which the driver makes them available. The library sees
+//! guest memory through [`view`] and the host through [`export`], which checks what the library
+//! does not.
+//!
+//! A template holds this device probed but not mounted: the driver has read the tag and set up its
+//! queues, no FUSE message has been sent, and nothing of the tree is in the guest. So every clone
+//! mounts its own tree. A mounted device is not saved: the guest's inodes stand for open files of
+//! this process.
+
+mod export;
+mod root;
+mod server;
+#[cfg(test)]
+mod tests;
+mod view;
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use nix::sched::{CloneFlags, unshare};
+use thiserror::Error;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use vm_memory::GuestMemoryMmap;
+use vmm_sys_util::epoll::EventSet;
+
+pub use self::root::FileServerRoot;
+use self::server::FileServer;
+use self::view::View;
+use super::queue::{DeviceQueue, Round};
+use super::worker::{Event, Poll, Wake, Worker};
+use super::{Activation, ActiveQueue, Device, DeviceError, DeviceType, config_space};
+
+/// Bytes of the tag in configuration space, zero-padded but not always zero-terminated.
+const TAG_SIZE: usize = 36;
+
+/// Queues for requests, beside the one for messages with priority.
+const REQUEST_QUEUES: u32 = 1;
+
+/// Size of the queue for messages with priority, which are FUSE_FORGETs.
+const PRIORITY_QUEUE_SIZE: u16 = 128;
+
+/// Size of the request queue. The driver puts no more pages into a request than the queue has
+/// descriptors, less a few for headers, and 256 pages are the most that FUSE_INIT agrees on.
+const REQUEST_QUEUE_SIZE: u16 = 512;
+
+/// Requests of a queue that are served before the other queue and the stop event are looked at.
+const SHARE: usize = 16;
+
+/// Why a file system device could not be made.
+#[derive(Debug, Error)]
+pub enum FileSystemError {
+    /// The tag is empty, too long or contains NUL.
+    #[error("virtio-fs tag {0:?}: 1 to {TAG_SIZE} bytes without NUL")]
+    Tag(String),
+    /// The export could not be opened.
+    #[error("preparing the file server for {directory:?}: {source}")]
+    Server {
+        /// The directory that was to be exported.
+        directory: std::path::PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+}
+
+/// The file system device.
+pub struct FileSystem {
+    config: [u8; TAG_SIZE + 4],
+    server: Arc<FileServer>,
+    worker: Option<Worker<Vec<ActiveQueue>>>,
+}
+
+impl FileSystem {
+    /// A device called `tag` that exports `root`. Clears the process's umask.
+    pub fn new(tag: &str, root: FileServerRoot) -> Result<Self, FileSystemError> {
+        if tag.is_empty() || tag.len() > TAG_SIZE || tag.contains('\0') {
+            return Err(FileSystemError::Tag(tag.into()));
+        }
+        let mut config = [0; TAG_SIZE + 4];
+        config[..tag.len()].copy_from_slice(tag.as_bytes());
+        config[TAG_SIZE..].copy_from_slice(&REQUEST_QUEUES.to_le_bytes());
+        let directory = root.directory.clone();
+        let server = FileServer::new(root)
+            .map_err(|source| FileSystemError::Server { directory, source })?;
+        Ok(Self {
+            config,
+            server: Arc::new(server),
+            worker: None,
+        })
+    }
+
+    /// Counts the requests that were answered, for the whole life of the device.
+    pub fn requests(&self) -> Arc<AtomicU64> {
+        self.server.requests()
+    }
+}
+
+impl Device for FileSystem {
+    fn device_type(&self) -> DeviceType {
+        DeviceType::FileSystem
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &[PRIORITY_QUEUE_SIZE, REQUEST_QUEUE_SIZE]
+    }
+
+    fn features(&self) -> u64 {
+        1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        config_space::read(&self.config, offset, data);
+    }
+
+    fn activate(&mut self, mut activation: Activation) -> Result<(), DeviceError> {
+        let priority = DeviceQueue::take(&mut activation, 0, "fs")?;
+        let requests = DeviceQueue::take(&mut activation, 1, "fs")?;
+        let mut service = Service {
+            view: View::new(activation.memory)?,
+            server: self.server.clone(),
+            queues: [priority, requests],
+        };
+        let poll = Poll::new()?;
+        for (token, queue) in (0..).zip(&service.queues) {
+            poll.add(queue.notify(), token, EventSet::IN)?;
+        }
+        let worker = Worker::start("thaw-fs", poll, move |poll| {
+            // The library changes directory and umask for a moment in some requests.
+            match unshare(CloneFlags::CLONE_FS) {
+                Ok(()) => service.run(&poll),
+                Err(error) => tracing::error!("the file server stops: unshare(CLONE_FS): {error}"),
+            }
+            service.into_queues()
+        })?;
+        self.worker = Some(worker);
+        Ok(())
+    }
+
+    /// The tree stays mounted: a driver that resets the device and mounts anew drops what it had by
+    /// its FUSE_INIT.
+    fn deactivate(&mut self) -> Vec<ActiveQueue> {
+        self.worker
+            .take()
+            .and_then(Worker::stop)
+            .unwrap_or_default()
+    }
+
+    fn save(&self) -> Result<Vec<u8>, DeviceError> {
+        if self.server.is_mounted() {
+            return Err(DeviceError::State(
+                "the guest has the file system mounted, and a mounted one cannot be saved: unmount \
+                 it first"
+                    .into(),
+            ));
+        }
+        Ok(self.config.to_vec())
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<(), DeviceError> {
+        // All that there is of state is what the driver has read at probe.
+        if state != self.config {
+            return Err(DeviceError::State(
+                "the file system has another tag or number of queues than the saved one".into(),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The worker's side of an active device.
+struct Service {
+    view: View,
+    server: Arc<FileServer>,
+    queues: [DeviceQueue; 2],
+}
+
+impl Service {
+    fn run(&mut self, poll: &Poll) {
+        let mut events: Vec<Event> = Vec::new();
+        // What became available before activation is not notified again.
+        let mut more = true;
+        loop {
+            let timeout = more.then_some(std::time::Duration::ZERO);
+            if poll.wait(&mut events, timeout) == Wake::Stop {
+                return;
+            }
+            for event in &events {
+                // The token is the queue's place.
+                self.queues[event.token as usize].acknowledge();
+            }
+            more = false;
+            for queue in &mut self.queues {
+                let memory = self.view.memory();
+                queue.suppress(memory);
+                more |= serve_share(&self.server, &self.view, queue) == Round::Share
+                    || queue.listen(memory);
+            }
+        }
+    }
+
+    fn into_queues(self) -> Vec<ActiveQueue> {
+        let memory: &GuestMemoryMmap = self.view.memory();
+        self.queues.map(|queue| queue.into_active(memory)).into()
+    }
+}
+
+/// Serve up to [`SHARE`] messages of `queue`. Each is signalled at once, because others may wait for
+/// it while the next is served.
+fn serve_share(server: &FileServer, view: &View, queue: &mut DeviceQueue) -> Round {
+    let memory = view.memory();
+    for _ in 0..SHARE {
+        let Some(chain) = queue.pop(memory) else {
+            return Round::Drained;
+        };
+        let head = chain.head_index();
+        let written = server.serve(view, chain).unwrap_or_else(|error| {
+            queue.errors.report(&error);
+            0
+        });
+        queue.push_used(memory, head, written);
+        queue.signal(memory);
+    }
+    Round::Share
+}
