@@ -1,4 +1,6 @@
 //! containerd's side of thaw.
 
+pub mod command;
 pub mod paths;
 pub mod template;
+pub mod trace;

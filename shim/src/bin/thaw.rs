@@ -1,2 +1,7 @@
-//! Placeholder of the first commit.
-fn main() {}
+//! The `thaw` command. See [`thaw_shim::command`].
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    thaw_shim::command::main(std::env::args_os().skip(1))
+}
