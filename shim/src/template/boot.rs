@@ -12,7 +12,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use thaw_agent_api::agent::QuiesceRequest;
 use thaw_agent_api::agent_ttrpc::SandboxClient;
 use thaw_agent_api::{CONTROL_PORT, READY_LINE};
-use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Request};
+use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Request, Shape};
 
 use super::build::{BuildError, Builder};
 use super::key::KeyInputs;
@@ -63,12 +63,8 @@ impl Builder for VmmBuilder<'_> {
         ScratchDirectory::remove_stale(runtime);
         let root = ScratchDirectory::create(runtime)
             .map_err(host(format!("making a directory in {RUNTIME_DIRECTORY}")))?;
-        let mut guest = Guest::start(&self.installation.vmm, root.path(), inputs)?;
-        let result = guest.boot(inputs, &kernel, &initramfs).and_then(|()| {
-            guest.quiesce()?;
-            guest.snapshot(state, memory)
-        });
-        guest.end();
+        let guest = Guest::launch(&self.installation.vmm, root.path(), inputs.shape)?;
+        let result = guest.become_template(inputs, [&kernel, &initramfs], state, memory);
         drop(root);
         result?;
         let seconds = begin.elapsed().as_secs_f32();
@@ -88,10 +84,10 @@ struct Guest {
 }
 
 impl Guest {
-    fn start(program: &Path, root: &Path, inputs: &KeyInputs) -> Result<Self, BuildError> {
+    fn launch(program: &Path, root: &Path, shape: Shape) -> Result<Self, BuildError> {
         let log = memfd_create("thaw-vmm-log", MFdFlags::MFD_CLOEXEC)
             .map(File::from)
-            .map_err(|errno| host("making a file in memory".to_owned())(errno.into()))?;
+            .map_err(|errno| host("making a file in memory")(errno.into()))?;
         let launch = Launch {
             program,
             root,
@@ -102,10 +98,15 @@ impl Guest {
             doing: "starting the VMM".to_owned(),
             source: Box::new(source),
         })?;
+        Self::watch(launched, shape, log)
+    }
+
+    /// Put a VMM under a watchdog, which expects a boot.
+    fn watch(launched: Launched, shape: Shape, log: File) -> Result<Self, BuildError> {
         let watchdog = launched
             .pidfd
             .try_clone()
-            .and_then(|pidfd| Watchdog::start(pidfd, inputs.shape, BOOT));
+            .and_then(|pidfd| Watchdog::start(pidfd, shape, BOOT));
         match watchdog {
             Ok(watchdog) => Ok(Self {
                 launched,
@@ -115,25 +116,36 @@ impl Guest {
             }),
             Err(error) => {
                 end(&launched);
-                Err(host("starting a thread".to_owned())(error))
+                Err(host("starting a thread")(error))
             }
         }
     }
 
-    /// Boot until the agent says that it listens.
-    fn boot(
-        &mut self,
+    /// All steps, and the VMM's end.
+    fn become_template(
+        mut self,
         inputs: &KeyInputs,
-        kernel: &File,
-        initramfs: &File,
+        images: [&File; 2],
+        state: &File,
+        memory: &File,
     ) -> Result<(), BuildError> {
+        let result = self
+            .boot(inputs, images)
+            .and_then(|()| self.quiesce())
+            .and_then(|()| self.snapshot(state, memory));
+        end(&self.launched);
+        result
+    }
+
+    /// Boot until the agent says that it listens.
+    fn boot(&mut self, inputs: &KeyInputs, images: [&File; 2]) -> Result<(), BuildError> {
         let request = Request::Boot {
             shape: inputs.shape,
             command_line: inputs.command_line.clone(),
         };
         self.launched
             .owner
-            .request(&request, &[kernel.as_fd(), initramfs.as_fd()])
+            .request(&request, &images.map(|image| image.as_fd()))
             .map_err(|error| self.channel_failed(BOOT, error))?;
         let mut line = Vec::new();
         loop {
@@ -156,7 +168,7 @@ impl Guest {
     /// Let the agent prepare the guest, and leave no connection to it.
     fn quiesce(&mut self) -> Result<(), BuildError> {
         self.watchdog.step(QUIESCE);
-        let result = UnixStream::pair().map_err(host("making a socket pair".to_owned()));
+        let result = UnixStream::pair().map_err(host("making a socket pair"));
         let (ours, theirs) = result?;
         self.launched
             .owner
@@ -248,10 +260,6 @@ impl Guest {
         let excess = self.console.len().saturating_sub(CONSOLE_TAIL);
         self.console.drain(..excess);
     }
-
-    fn end(self) {
-        end(&self.launched);
-    }
 }
 
 /// Kill and reap a VMM.
@@ -261,7 +269,8 @@ fn end(launched: &Launched) {
     }
 }
 
-fn host(doing: String) -> impl FnOnce(io::Error) -> BuildError {
+fn host(doing: impl Into<String>) -> impl FnOnce(io::Error) -> BuildError {
+    let doing = doing.into();
     move |source| BuildError::Host {
         doing,
         source: Box::new(source),
@@ -315,30 +324,4 @@ fn found_line(line: &mut Vec<u8>, bytes: &[u8], wanted: &[u8]) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn test_ready_line_is_found_however_it_is_cut() {
-        let text = "[    0.1] x\r\nlong line ".repeat(50) + "\n[1.0] " + READY_LINE;
-        for size in [1, 2, 7, 64, text.len()] {
-            let mut line = Vec::new();
-            let mut chunks = text.as_bytes().chunks(size).peekable();
-            while let Some(chunk) = chunks.next() {
-                let found = found_line(&mut line, chunk, READY_LINE.as_bytes());
-                assert_eq!(found, chunks.peek().is_none(), "chunks of {size}");
-            }
-        }
-    }
-
-    #[test]
-    fn test_ready_line_does_not_span_lines() {
-        let mut line = Vec::new();
-        let (a, b) = READY_LINE.split_at(5);
-        assert!(!found_line(
-            &mut line,
-            format!("{a}\n{b}\n").as_bytes(),
-            READY_LINE.as_bytes()
-        ));
-    }
-}
+mod tests;

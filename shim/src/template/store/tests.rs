@@ -9,6 +9,8 @@ use super::super::BuildError;
 use super::super::key::tests::inputs;
 use super::*;
 
+mod no_room;
+
 /// Writes files that are told apart by the number of the build.
 #[derive(Default)]
 struct FakeBuilder {
@@ -416,107 +418,6 @@ fn test_what_a_killed_build_left_is_removed() {
     fs::write(stale.join("memory"), b"x").unwrap();
     fixture.obtain(&FakeBuilder::default());
     assert!(!stale.exists());
-}
-
-#[test]
-fn test_unusable_directory_falls_back_to_memory() {
-    let (fixture, builder) = (Fixture::new(), FakeBuilder::default());
-    fs::create_dir_all(fixture.root.path().join("lib")).unwrap();
-    fs::write(&fixture.store.directory, b"in the way").unwrap();
-    for number in 1..=2 {
-        let template = fixture.obtain(&builder);
-        assert_eq!(
-            (template.origin, build_number(&template)),
-            (Origin::Memory, number)
-        );
-        assert_eq!(template.memory.metadata().unwrap().len(), MEMORY_SIZE);
-        for file in [&template.state, &template.memory] {
-            assert!(file.write_at(b"x", 0).is_err());
-            assert!(file.set_len(1).is_err());
-        }
-    }
-}
-
-/// A file system in memory, mounted while this lives.
-struct SmallFileSystem(PathBuf);
-
-impl SmallFileSystem {
-    /// `None`, with words, where the test may not mount.
-    fn mount(path: PathBuf, options: &str) -> Option<Self> {
-        fs::create_dir_all(&path).unwrap();
-        let mount = ["-t", "tmpfs", "-o", options, "tmpfs"];
-        let mounted = nix::unistd::geteuid().is_root()
-            && std::process::Command::new("mount")
-                .args(mount)
-                .arg(&path)
-                .status()
-                .unwrap()
-                .success();
-        if !mounted {
-            eprintln!(
-                "SKIPPED: {} needs root and the right to mount",
-                module_path!()
-            );
-            return None;
-        }
-        Some(Self(path))
-    }
-}
-
-impl Drop for SmallFileSystem {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("umount").arg(&self.0).status();
-    }
-}
-
-#[test]
-fn test_no_space_falls_back_to_memory_and_leaves_nothing() {
-    let (fixture, builder) = (Fixture::new(), FakeBuilder::default());
-    let place = fixture.store.directory.clone();
-    let Some(_mounted) = SmallFileSystem::mount(place, "size=512k") else {
-        return;
-    };
-    let template = fixture.obtain(&builder);
-    // The first build found the disk full, the second went to memory.
-    assert_eq!(
-        (template.origin, build_number(&template)),
-        (Origin::Memory, 2)
-    );
-    assert_eq!(fixture.names(), [format!("{}.lock", inputs().key())]);
-}
-
-#[test]
-fn test_no_inode_falls_back_to_memory() {
-    let (fixture, builder) = (Fixture::new(), FakeBuilder::default());
-    let place = fixture.store.directory.clone();
-    let Some(_mounted) = SmallFileSystem::mount(place, "nr_inodes=2") else {
-        return;
-    };
-    assert_eq!(fixture.obtain(&builder).origin, Origin::Memory);
-}
-
-#[test]
-fn test_read_only_store_still_serves_what_it_has() {
-    let (fixture, builder) = (Fixture::new(), FakeBuilder::default());
-    let place = fixture.store.directory.clone();
-    let Some(mounted) = SmallFileSystem::mount(place, "size=64m") else {
-        return;
-    };
-    fixture.obtain(&builder);
-    let remount = ["-o", "remount,ro"];
-    let done = std::process::Command::new("mount")
-        .args(remount)
-        .arg(&mounted.0)
-        .status()
-        .unwrap();
-    assert!(done.success());
-    assert_eq!(fixture.obtain(&builder).origin, Origin::Stored);
-    fixture.store.markers.remove(inputs().key());
-    assert_eq!(fixture.obtain(&builder).origin, Origin::Stored);
-    let mut other = inputs();
-    other.host.tsc_khz = None;
-    let template = fixture.store.obtain_with(&other, &builder).unwrap();
-    assert_eq!(template.origin, Origin::Memory);
 }
 
 /// Inputs that differ by `number`.

@@ -1,0 +1,250 @@
+//! The builder's part of the conversation, with a thread that plays the VMM and the guest.
+
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use thaw_agent_api::agent::QuiesceResponse;
+use thaw_agent_api::agent_ttrpc::{Sandbox, create_sandbox};
+use thaw_vmm_control::{Channel, FromVmm, GuestExit, Owner, Reply};
+
+use super::super::key::tests::inputs;
+use super::*;
+
+#[test]
+fn test_ready_line_is_found_however_it_is_cut() {
+    let text = "[    0.1] x\r\nlong line ".repeat(50) + "\n[1.0] " + READY_LINE;
+    for size in [1, 2, 7, 64, text.len()] {
+        let mut line = Vec::new();
+        let mut chunks = text.as_bytes().chunks(size).peekable();
+        while let Some(chunk) = chunks.next() {
+            let found = found_line(&mut line, chunk, READY_LINE.as_bytes());
+            assert_eq!(found, chunks.peek().is_none(), "chunks of {size}");
+        }
+    }
+}
+
+#[test]
+fn test_ready_line_does_not_span_lines() {
+    let mut line = Vec::new();
+    let (a, b) = READY_LINE.split_at(5);
+    let text = format!("{a}\n{b}\n");
+    assert!(!found_line(
+        &mut line,
+        text.as_bytes(),
+        READY_LINE.as_bytes()
+    ));
+}
+
+/// How the played guest behaves.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Plan {
+    Good,
+    PanicsAtBoot,
+    VmmDiesAtBoot,
+    RefusesConnection,
+    RefusesQuiesce,
+    SnapshotFails,
+}
+
+/// The VMM's end of a control channel.
+struct Vmm {
+    channel: Channel,
+    plan: Plan,
+}
+
+struct Agent(Plan);
+
+#[async_trait::async_trait]
+impl Sandbox for Agent {
+    async fn quiesce(
+        &self,
+        _: &ttrpc::r#async::TtrpcContext,
+        _: QuiesceRequest,
+    ) -> ttrpc::Result<QuiesceResponse> {
+        match self.0 {
+            Plan::RefusesQuiesce => Err(ttrpc::Error::RpcStatus(ttrpc::get_status(
+                ttrpc::Code::INTERNAL,
+                "caches stay",
+            ))),
+            _ => Ok(QuiesceResponse::new()),
+        }
+    }
+}
+
+impl Vmm {
+    fn expect(&self) -> (Request, Vec<OwnedFd>) {
+        self.channel.receive().unwrap().unwrap()
+    }
+
+    fn send(&self, message: FromVmm) {
+        self.channel.send(&message, &[]).unwrap();
+    }
+
+    fn say(&self, text: &str) {
+        self.send(FromVmm::Event(Event::Console(text.as_bytes().to_vec())));
+    }
+
+    fn play(self) {
+        let (request, images) = self.expect();
+        assert!(matches!(&request, Request::Boot { shape, .. } if *shape == inputs().shape));
+        assert_eq!(images.len(), 2);
+        self.say("early words\n");
+        self.send(FromVmm::Reply(Reply::Done));
+        match self.plan {
+            Plan::VmmDiesAtBoot => return,
+            Plan::PanicsAtBoot => {
+                self.say("Kernel panic - not syncing\n");
+                self.send(FromVmm::Event(Event::GuestExit(GuestExit::Reset)));
+                return;
+            }
+            _ => self.say(&format!("{READY_LINE}\n")),
+        }
+
+        let (request, mut descriptors) = self.expect();
+        assert_eq!(request, Request::ConnectVsock { port: CONTROL_PORT });
+        self.send(FromVmm::Reply(Reply::Done));
+        let connection = UnixStream::from(descriptors.remove(0));
+        if self.plan == Plan::RefusesConnection {
+            drop(connection);
+            // The owner goes away without another request.
+            assert!(self.channel.receive::<Request>().unwrap().is_none());
+            return;
+        }
+        // Ends when both sides have closed.
+        serve(connection, self.plan);
+        if self.plan == Plan::RefusesQuiesce {
+            return;
+        }
+
+        let (request, files) = self.expect();
+        assert_eq!(request, Request::Snapshot);
+        if self.plan == Plan::SnapshotFails {
+            let reason = "writing the memory file: No space left on device";
+            self.send(FromVmm::Reply(Reply::Failed(reason.to_owned())));
+            return;
+        }
+        for (file, text) in files.into_iter().zip(["state", "memory"]) {
+            File::from(file).write_all_at(text.as_bytes(), 0).unwrap();
+        }
+        self.send(FromVmm::Reply(Reply::Done));
+    }
+}
+
+/// Serve the agent's interface on a connection until the peer closes it, then close it too.
+fn serve(connection: UnixStream, plan: Plan) {
+    let name = format!("thaw-test-{}-{}", std::process::id(), plan as u8);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let _guard = runtime.enter();
+    let mut server = ttrpc::r#async::Server::new()
+        .bind(&format!("unix://@{name}"))
+        .unwrap()
+        .register_service(create_sandbox(Arc::new(Agent(plan))));
+    runtime.block_on(async {
+        server.start().await.unwrap();
+        let mut guest = tokio::net::UnixStream::connect(format!("\0{name}"))
+            .await
+            .unwrap();
+        connection.set_nonblocking(true).unwrap();
+        let mut host = tokio::net::UnixStream::from_std(connection).unwrap();
+        // An error is the host's end closed without a half-close.
+        let _ = tokio::io::copy_bidirectional(&mut host, &mut guest).await;
+        drop((host, guest));
+        server.shutdown().await.unwrap();
+    });
+}
+
+/// Build with a guest that behaves as planned; what came of it, and the two files' content.
+fn build(plan: Plan) -> (Result<(), BuildError>, [String; 2]) {
+    let (ours, theirs) = Channel::pair().unwrap();
+    // Stands for the VMM's process: it must be killed in the end.
+    let mut process = Command::new("sleep").arg("60").spawn().unwrap();
+    let pid = Pid::from_raw(process.id() as i32).unwrap();
+    let launched = Launched {
+        pid: process.id() as i32,
+        pidfd: pidfd_open(pid, PidfdFlags::empty()).unwrap(),
+        owner: Owner::new(ours),
+    };
+    let vmm = thread::spawn(move || {
+        Vmm {
+            channel: theirs,
+            plan,
+        }
+        .play()
+    });
+    let mut log = tempfile::tempfile().unwrap();
+    if plan == Plan::VmmDiesAtBoot {
+        log.write_all(b"KVM_RUN: no\n").unwrap();
+    }
+    let (state, memory) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+    let image = tempfile::tempfile().unwrap();
+    let result = Guest::watch(launched, inputs().shape, log)
+        .unwrap()
+        .become_template(&inputs(), [&image, &image], &state, &memory);
+    vmm.join().unwrap();
+    // Reaped already.
+    assert!(process.try_wait().is_err());
+    (
+        result,
+        [&state, &memory].map(|file| std::io::read_to_string(file).unwrap()),
+    )
+}
+
+fn failure(plan: Plan) -> String {
+    build(plan).0.unwrap_err().to_string()
+}
+
+#[test]
+fn test_guest_boots_quiesces_and_is_snapshotted_without_a_connection() {
+    let (result, files) = build(Plan::Good);
+    result.unwrap();
+    assert_eq!(files, ["state", "memory"]);
+}
+
+#[test]
+fn test_guest_that_panics_is_told_with_its_last_words() {
+    let error = failure(Plan::PanicsAtBoot);
+    assert!(
+        error.contains("booting the guest: the guest ended: Reset"),
+        "{error}"
+    );
+    assert!(
+        error.contains("early words | Kernel panic - not syncing"),
+        "{error}"
+    );
+}
+
+#[test]
+fn test_vmm_that_dies_is_told_with_its_last_words() {
+    let error = failure(Plan::VmmDiesAtBoot);
+    assert!(
+        error.contains("the VMM ended; the VMM says: KVM_RUN: no"),
+        "{error}"
+    );
+}
+
+#[test]
+fn test_agent_that_does_not_listen_or_refuses_is_an_error() {
+    let error = failure(Plan::RefusesConnection);
+    assert!(
+        error.starts_with("asking the guest's agent to quiesce"),
+        "{error}"
+    );
+    let error = failure(Plan::RefusesQuiesce);
+    assert!(error.contains("caches stay"), "{error}");
+}
+
+#[test]
+fn test_snapshot_that_cannot_be_written_is_an_error_of_its_own() {
+    assert!(matches!(
+        build(Plan::SnapshotFails).0,
+        Err(BuildError::Snapshot(reason)) if reason.contains("No space left")
+    ));
+}
