@@ -12,6 +12,7 @@
 //!   from which `..` leads nowhere.
 //! - Capabilities are reduced to those that a file server has use for, in the bounding set too;
 //!   programs gain none (`no_new_privs`, `SECBIT_NOROOT`), though there is none to execute.
+//! - No user namespace below this one, in which it would have all capabilities again.
 //! - No core dump, no attaching debugger (`PR_SET_DUMPABLE`).
 
 use std::fs;
@@ -54,6 +55,9 @@ pub const KEPT: CapabilitySet = CapabilitySet::CHOWN
 
 /// `PROC_SUPER_MAGIC` of `linux/magic.h`.
 const PROCFS: u64 = 0x9fa0;
+
+/// How many user namespaces may be made below the one that writes it (`namespaces(7)`).
+const MAX_USER_NAMESPACES: &str = "/proc/sys/user/max_user_namespaces";
 
 /// Capability numbers that a kernel may know are below this (a `u64` holds them).
 const CAPABILITY_LIMIT: u32 = 64;
@@ -133,6 +137,10 @@ pub fn enter(root: &Path) -> Result<Jail, JailError> {
     let file_system = fstatfs(&descriptors).map_err(step("looking at /proc/self/fd"))?;
     if file_system.f_type as u64 != PROCFS {
         return Err(JailError::NoProcfs);
+    }
+    if let Err(error) = fs::write(MAX_USER_NAMESPACES, "0") {
+        // Where /proc/sys is read-only. One wall less, with others behind it.
+        tracing::warn!("the jail leaves user namespaces allowed: {MAX_USER_NAMESPACES}: {error}");
     }
     change_root(root).map_err(|(doing, errno)| step(doing)(errno))?;
     let file_limit = set_limits().map_err(step("setting resource limits"))?;

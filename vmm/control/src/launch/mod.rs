@@ -22,7 +22,8 @@ use rustix::fs::{Mode, OFlags, open};
 use rustix::io::{fcntl_dupfd_cloexec, retry_on_intr, write};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{
-    Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus, geteuid, pidfd_send_signal, waitid,
+    Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, WaitIdStatus, geteuid, getrlimit,
+    pidfd_send_signal, prlimit, waitid,
 };
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use thiserror::Error;
@@ -31,6 +32,10 @@ use crate::{Channel, Owner};
 
 /// Every id of the parent namespace, onto itself (`user_namespaces(7)`); 4294967295 is no id.
 const IDENTITY_MAP: &str = "0 0 4294967295\n";
+
+/// How many descriptors the child may have: its file server holds one for each inode that the guest
+/// remembers.
+const DESCRIPTOR_LIMIT: u64 = 1 << 20;
 
 /// Descriptors that the child is to have are first moved to this number or above, so that none is
 /// overwritten while they are put in place.
@@ -176,6 +181,7 @@ impl Launch<'_> {
             let path = PathBuf::from(format!("/proc/{pid}/{map}"));
             fs::write(&path, IDENTITY_MAP).map_err(|source| LaunchError::Maps { path, source })?;
         }
+        raise_descriptor_limit(pid);
         retry_on_intr(|| write(&plan.parents_go, &[1])).map_err(system(PIPE))?;
         // With the plan go our copies of what the child has; the other end of the pipe is then its
         // alone, and its end of file means that the program was executed.
@@ -224,6 +230,19 @@ fn wait_status(status: &WaitIdStatus) -> i32 {
     match (status.exit_status(), status.terminating_signal()) {
         (Some(code), _) => code << 8,
         (None, signal) => signal.unwrap_or(0),
+    }
+}
+
+/// Raise the limit of child `pid` to [`DESCRIPTOR_LIMIT`], from out here, where root may do so. Where
+/// it may not, the child has the limit that its parent has, and serves as many inodes less.
+fn raise_descriptor_limit(pid: i32) {
+    let limit = Rlimit {
+        current: Some(DESCRIPTOR_LIMIT),
+        maximum: Some(DESCRIPTOR_LIMIT),
+    };
+    let lower = |maximum: Option<u64>| maximum.is_some_and(|maximum| maximum < DESCRIPTOR_LIMIT);
+    if lower(getrlimit(Resource::Nofile).maximum) {
+        let _ = prlimit(Pid::from_raw(pid), Resource::Nofile, limit);
     }
 }
 
