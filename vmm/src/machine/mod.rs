@@ -1,0 +1,182 @@
+//! A machine: guest memory, vCPUs, interrupt controllers and devices, and what can be done with it.
+//!
+//! It is made by [`Machine::boot`] or [`Machine::restore`], in both cases with its vCPUs stopped;
+//! [`Machine::run`] lets them go, once. [`Machine::snapshot`] stops them for good.
+
+mod boot;
+mod bus;
+mod devices;
+mod load;
+mod restore;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use kvm_ioctls::VmFd;
+use thaw_vmm_control::Shape;
+use thiserror::Error;
+use vm_memory::{GuestMemory, GuestMemoryRegion};
+
+use crate::acpi::AcpiError;
+use crate::generation::{self, GenerationError};
+use crate::kvm::KvmError;
+use crate::memory::{GuestRam, MemoryError};
+use crate::pci::PciError;
+use crate::snapshot::SnapshotError;
+use crate::vcpu::{ExitNotice, GuestIo, RunningVcpus, Vcpu, VcpuCounters, VcpuStateError};
+pub use boot::BootSource;
+use bus::Bus;
+pub use devices::{Attachments, Environment};
+pub use load::LoadError;
+
+/// Why a machine could not be made, run or saved.
+#[derive(Debug, Error)]
+pub enum MachineError {
+    /// KVM.
+    #[error(transparent)]
+    Kvm(#[from] KvmError),
+    /// A vCPU's state.
+    #[error(transparent)]
+    Vcpu(#[from] VcpuStateError),
+    /// Guest memory.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// Kernel, initramfs or command line.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// ACPI tables.
+    #[error(transparent)]
+    Acpi(#[from] AcpiError),
+    /// The generation id.
+    #[error(transparent)]
+    Generation(#[from] GenerationError),
+    /// A device or its bus.
+    #[error(transparent)]
+    Pci(#[from] PciError),
+    /// The state file.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    /// Something was asked at the wrong time.
+    #[error("the machine {0}")]
+    Phase(&'static str),
+}
+
+/// What the vCPUs are doing.
+enum Vcpus {
+    /// They have not run yet.
+    Ready(Vec<Vcpu>),
+    /// They run.
+    Running(RunningVcpus),
+    /// They have been stopped for a snapshot, or could not be.
+    Stopped,
+}
+
+/// One virtual machine.
+pub struct Machine {
+    shape: Shape,
+    /// Whether the guest must be told of a new generation when it runs.
+    restored: bool,
+    vcpus: Vcpus,
+    counters: Vec<VcpuCounters>,
+    notice: Arc<ExitNotice>,
+    bus: Arc<Bus>,
+    attachments: Attachments,
+    /// MSRs that a snapshot keeps; asked for when needed.
+    vm: Arc<VmFd>,
+    /// After the VM, which has it mapped.
+    ram: GuestRam,
+}
+
+impl Machine {
+    /// Put a machine together.
+    #[allow(clippy::too_many_arguments)]
+    fn assemble(
+        shape: Shape,
+        restored: bool,
+        vcpus: Vec<Vcpu>,
+        bus: Bus,
+        attachments: Attachments,
+        vm: Arc<VmFd>,
+        ram: GuestRam,
+    ) -> Result<Self, MachineError> {
+        let counters = vcpus.iter().map(Vcpu::counters).collect::<Result<_, _>>()?;
+        let notice = ExitNotice::new().map_err(crate::kvm::doing("making an event descriptor"))?;
+        Ok(Self {
+            shape,
+            restored,
+            vcpus: Vcpus::Ready(vcpus),
+            counters,
+            notice,
+            bus: Arc::new(bus),
+            attachments,
+            vm,
+            ram,
+        })
+    }
+
+    /// Start the devices, then the vCPUs. Only once.
+    pub fn run(&mut self) -> Result<(), MachineError> {
+        let Vcpus::Ready(vcpus) = std::mem::replace(&mut self.vcpus, Vcpus::Stopped) else {
+            return Err(MachineError::Phase("has been started already"));
+        };
+        self.bus.activate()?;
+        if self.restored {
+            generation::announce(&self.vm)?;
+        }
+        let io: Arc<dyn GuestIo> = self.bus.clone();
+        self.vcpus = Vcpus::Running(RunningVcpus::start(vcpus, &io, &self.notice)?);
+        Ok(())
+    }
+
+    /// vCPUs and memory.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// How and when the guest ends.
+    pub fn notice(&self) -> &Arc<ExitNotice> {
+        &self.notice
+    }
+
+    /// The parts of the devices that the host's side uses.
+    pub fn attachments(&mut self) -> &mut Attachments {
+        &mut self.attachments
+    }
+
+    /// KVM's counters, summed over all vCPUs, in KVM's order.
+    pub fn counters(&self) -> std::io::Result<Vec<(String, u64)>> {
+        let mut sums: Vec<(String, u64)> = Vec::new();
+        for counters in &self.counters {
+            for (position, (name, value)) in counters.read()?.into_iter().enumerate() {
+                match sums.get_mut(position) {
+                    Some((known, sum)) if *known == name => *sum += value,
+                    _ => sums.push((name, value)),
+                }
+            }
+        }
+        Ok(sums)
+    }
+
+    /// Where guest memory is mapped in this process: first address and the one after the last.
+    pub fn memory_ranges(&self) -> Vec<(u64, u64)> {
+        let range = |region: &vm_memory::GuestRegionMmap| {
+            let start = region.as_ptr() as u64;
+            (start, start + region.len())
+        };
+        self.ram.memory().iter().map(range).collect()
+    }
+}
+
+impl Drop for Machine {
+    /// Stop everything that uses guest memory before it is unmapped.
+    fn drop(&mut self) {
+        if let Vcpus::Running(running) = std::mem::replace(&mut self.vcpus, Vcpus::Stopped)
+            && let Err(error) = running.stop()
+        {
+            tracing::warn!("{error}");
+        }
+        self.bus.deactivate();
+    }
+}
