@@ -10,6 +10,7 @@ use super::super::key::tests::inputs;
 use super::*;
 
 mod no_room;
+mod processes;
 
 /// Writes files that are told apart by the number of the build.
 #[derive(Default)]
@@ -351,49 +352,6 @@ fn test_many_first_calls_at_once_build_one_template() {
         }
     });
     assert_eq!(builder.count(), 1);
-}
-
-/// Set in the processes that [`test_processes_at_once_build_one_template`] starts.
-const DIRECTORY_VARIABLE: &str = "THAW_TEST_TEMPLATE_DIRECTORY";
-
-#[test]
-#[ignore = "run by test_processes_at_once_build_one_template"]
-fn test_process_that_obtains() {
-    let root = PathBuf::from(std::env::var_os(DIRECTORY_VARIABLE).unwrap());
-    let store = TemplateStore {
-        directory: root.join("templates"),
-        markers: Markers::new(root.join("markers")),
-        budget: budget::DISK_BUDGET,
-    };
-    let builder = FakeBuilder {
-        delay: Duration::from_millis(300),
-        ..FakeBuilder::default()
-    };
-    let template = store.obtain_with(&inputs(), &builder).unwrap();
-    println!("ORIGIN {:?}", template.origin);
-}
-
-#[test]
-fn test_processes_at_once_build_one_template() {
-    let root = tempfile::tempdir().unwrap();
-    let spawn = || {
-        std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--ignored", "--exact", "--nocapture"])
-            .arg("template::store::tests::test_process_that_obtains")
-            .env(DIRECTORY_VARIABLE, root.path())
-            .stdout(std::process::Stdio::piped())
-            .spawn()
-            .unwrap()
-    };
-    let children: Vec<_> = (0..4).map(|_| spawn()).collect();
-    let mut output = String::new();
-    for child in children {
-        let done = child.wait_with_output().unwrap();
-        assert!(done.status.success());
-        output += &String::from_utf8(done.stdout).unwrap();
-    }
-    assert_eq!(output.matches("ORIGIN Built").count(), 1, "{output}");
-    assert_eq!(output.matches("ORIGIN Stored").count(), 3, "{output}");
 }
 
 #[test]
