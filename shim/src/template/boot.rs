@@ -15,6 +15,7 @@ use thaw_agent_api::{CONTROL_PORT, READY_LINE};
 use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Request, Shape};
 
 use super::build::{BuildError, Builder};
+use super::host::KvmFlavour;
 use super::key::KeyInputs;
 use super::lock::ScratchDirectory;
 use super::watchdog::{Step, Watchdog};
@@ -51,6 +52,9 @@ impl<'a> VmmBuilder<'a> {
 
 impl Builder for VmmBuilder<'_> {
     fn build(&self, inputs: &KeyInputs, state: &File, memory: &File) -> Result<(), BuildError> {
+        if inputs.host.kvm == KvmFlavour::None {
+            return Err(BuildError::NoVirtualisation);
+        }
         let begin = Instant::now();
         tracing::info!(shape = %inputs.shape, "building a template");
         let open =

@@ -19,6 +19,13 @@ use super::publish::sync_directory;
 /// Why a guest could not be booted and snapshotted.
 #[derive(Debug, Error)]
 pub enum BuildError {
+    /// The processor has neither VMX nor SVM; a `/dev/kvm` without them emulates, and hangs or fails
+    /// in the middle of a Linux guest's boot.
+    #[error(
+        "this host's processor has neither the vmx nor the svm flag, so its KVM, if it has one, \
+         cannot run a Linux guest; `thaw doctor` says what to do"
+    )]
+    NoVirtualisation,
     /// Something on the host's side failed.
     #[error("{doing}: {source}")]
     Host {

@@ -248,3 +248,15 @@ fn test_snapshot_that_cannot_be_written_is_an_error_of_its_own() {
         Err(BuildError::Snapshot(reason)) if reason.contains("No space left")
     ));
 }
+
+#[test]
+fn test_host_without_virtualisation_is_refused_at_once() {
+    let mut inputs = inputs();
+    inputs.host.kvm = KvmFlavour::None;
+    let installation = Installation::expected_at(Path::new("/nonexistent"));
+    let file = tempfile::tempfile().unwrap();
+    let error = VmmBuilder::new(&installation)
+        .build(&inputs, &file, &file)
+        .unwrap_err();
+    assert!(error.to_string().contains("thaw doctor"), "{error}");
+}
