@@ -20,6 +20,7 @@ use thaw_vmm::kvm::Hypervisor;
 use thaw_vmm::machine::{BootSource, Environment, Machine};
 use thaw_vmm::phase::{Phases, monotonic_ns};
 use thaw_vmm::serial::ConsoleOutput;
+use thaw_vmm::virtio::fs::FileServerRoot;
 use thaw_vmm_control::Shape;
 
 /// What ends the wait for a machine.
@@ -62,7 +63,7 @@ fn boot(source: BootSource, rest: &[&str]) -> Result<(), Box<dyn Error>> {
     let hypervisor = Hypervisor::open()?;
     let mut phases = Phases::default();
     let marker = rest.get(1).copied();
-    let environment = environment(marker, sender.clone());
+    let environment = environment(marker, sender.clone())?;
     let mut machine = Machine::boot(&hypervisor, source, environment, &mut phases)?;
     run(&mut machine, &mut phases, sender)?;
     if let (Happened::Marker, Some(directory)) = (receiver.recv()?, rest.first()) {
@@ -86,7 +87,7 @@ fn restore(directory: &Path, rest: &[&str]) -> Result<(), Box<dyn Error>> {
     let state = File::open(directory.join("state"))?;
     let memory = File::open(directory.join("memory"))?;
     phases.mark("open");
-    let environment = environment(rest.first().copied(), sender.clone());
+    let environment = environment(rest.first().copied(), sender.clone())?;
     let mut machine = Machine::restore(&hypervisor, &state, &memory, environment, &mut phases)?;
     run(&mut machine, &mut phases, sender)?;
     receiver.recv()?;
@@ -115,7 +116,10 @@ fn run(
     Ok(())
 }
 
-fn environment(marker: Option<&str>, sender: Sender<Happened>) -> Environment {
+fn environment(
+    marker: Option<&str>,
+    sender: Sender<Happened>,
+) -> Result<Environment, Box<dyn Error>> {
     let marker = marker.map(str::to_owned);
     let console: ConsoleOutput = Arc::new(move |bytes: &[u8]| {
         let _ = std::io::stdout().write_all(bytes);
@@ -124,7 +128,8 @@ fn environment(marker: Option<&str>, sender: Sender<Happened>) -> Environment {
             let _ = sender.send(Happened::Marker);
         }
     });
-    Environment { console }
+    let files = FileServerRoot::without_jail(&std::env::current_dir()?)?;
+    Ok(Environment { console, files })
 }
 
 fn report(machine: &Machine, phases: &Phases) {

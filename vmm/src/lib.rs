@@ -11,6 +11,7 @@ pub mod memory;
 pub mod pci;
 pub mod phase;
 pub mod serial;
+pub mod service;
 pub mod snapshot;
 pub mod statistics;
 pub mod vcpu;

@@ -9,7 +9,7 @@ pub fn monotonic_ns() -> u64 {
 }
 
 /// The steps so far.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 pub struct Phases(Vec<Phase>);
 
 impl Phases {
@@ -24,6 +24,11 @@ impl Phases {
             name: name.to_owned(),
             monotonic_ns,
         });
+    }
+
+    /// The steps in order, to send them.
+    pub fn into_vec(self) -> Vec<Phase> {
+        self.0
     }
 
     /// The steps in order.

@@ -1,30 +1,87 @@
 //! The devices that every machine has, and the ends of them that the host uses.
 
+use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvm_ioctls::VmFd;
+use thaw_vmm_control::{BLOCK_SLOTS, FILE_SYSTEM_TAG, GUEST_CONTEXT_ID};
 
 use super::MachineError;
 use crate::memory::GuestRam;
 use crate::pci::{InterruptRouter, PciRoot};
 use crate::serial::ConsoleOutput;
+use crate::virtio::block::{Block, BlockSlot};
+use crate::virtio::console::Console;
+use crate::virtio::fs::{FileServerRoot, FileSystem};
+use crate::virtio::vsock::{Vsock, VsockHost};
 
 /// What a machine needs of its surroundings.
 pub struct Environment {
     /// Where the guest's console goes.
     pub console: ConsoleOutput,
+    /// What the guest's virtio-fs serves.
+    pub files: FileServerRoot,
 }
 
 /// The host's ends of the devices.
-pub struct Attachments {}
+pub struct Attachments {
+    blocks: Vec<BlockSlot>,
+    vsock: VsockHost,
+    file_requests: Arc<AtomicU64>,
+}
+
+impl Attachments {
+    /// Back block slot `slot` with `file`. Only before the machine runs.
+    pub fn attach_block(&self, slot: u8, file: File, read_only: bool) -> Result<(), MachineError> {
+        let blocks = self.blocks.get(usize::from(slot));
+        blocks
+            .ok_or(MachineError::NoSuchSlot(slot))?
+            .attach(file, read_only)?;
+        Ok(())
+    }
+
+    /// Connect `socket` to `port` of the guest.
+    pub fn connect_vsock(&self, port: u32, socket: OwnedFd) {
+        self.vsock.connect(port, socket);
+    }
+
+    /// Requests that the file server has answered.
+    pub fn file_requests(&self) -> u64 {
+        self.file_requests.load(Ordering::Relaxed)
+    }
+}
 
 /// A bus with all devices, none of them active. Their order is part of every snapshot.
 pub fn make(
     vm: &Arc<VmFd>,
     ram: &GuestRam,
-    _environment: Environment,
+    environment: Environment,
 ) -> Result<(PciRoot, Attachments), MachineError> {
+    let Environment { console, files } = environment;
     let router = Arc::new(InterruptRouter::new(vm.clone()));
-    let pci = PciRoot::new(router, ram.memory().clone());
-    Ok((pci, Attachments {}))
+    let mut pci = PciRoot::new(router, ram.memory().clone());
+    let (vsock_device, vsock) = Vsock::new(GUEST_CONTEXT_ID);
+    pci.add(Box::new(vsock_device))?;
+    let file_system = FileSystem::new(FILE_SYSTEM_TAG, files)?;
+    let file_requests = file_system.requests();
+    pci.add(Box::new(file_system))?;
+    pci.add(Box::new(Console::new(Box::new(move |bytes| {
+        console(bytes)
+    }))))?;
+    let mut blocks = Vec::new();
+    for number in 0..usize::from(BLOCK_SLOTS) {
+        let (device, slot) = Block::new(number);
+        pci.add(Box::new(device))?;
+        blocks.push(slot);
+    }
+    Ok((
+        pci,
+        Attachments {
+            blocks,
+            vsock,
+            file_requests,
+        },
+    ))
 }

@@ -15,7 +15,7 @@ mod tests;
 use std::sync::Arc;
 
 use kvm_ioctls::VmFd;
-use thaw_vmm_control::Shape;
+use thaw_vmm_control::{BLOCK_SLOTS, Shape};
 use thiserror::Error;
 use vm_memory::{GuestMemory, GuestMemoryRegion};
 
@@ -26,6 +26,8 @@ use crate::memory::{GuestRam, MemoryError};
 use crate::pci::PciError;
 use crate::snapshot::SnapshotError;
 use crate::vcpu::{ExitNotice, GuestIo, RunningVcpus, Vcpu, VcpuCounters, VcpuStateError};
+use crate::virtio::block::AttachError;
+use crate::virtio::fs::FileSystemError;
 pub use boot::BootSource;
 use bus::Bus;
 pub use devices::{Attachments, Environment};
@@ -55,6 +57,15 @@ pub enum MachineError {
     /// A device or its bus.
     #[error(transparent)]
     Pci(#[from] PciError),
+    /// The file server.
+    #[error(transparent)]
+    Files(#[from] FileSystemError),
+    /// A backing that a block device cannot have.
+    #[error(transparent)]
+    Block(#[from] AttachError),
+    /// A block device that does not exist.
+    #[error("block slot {0}: there are {BLOCK_SLOTS}, from 0 on")]
+    NoSuchSlot(u8),
     /// The state file.
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
@@ -141,8 +152,8 @@ impl Machine {
     }
 
     /// The parts of the devices that the host's side uses.
-    pub fn attachments(&mut self) -> &mut Attachments {
-        &mut self.attachments
+    pub fn attachments(&self) -> &Attachments {
+        &self.attachments
     }
 
     /// KVM's counters, summed over all vCPUs, in KVM's order.

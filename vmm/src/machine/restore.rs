@@ -35,7 +35,7 @@ impl Machine {
         generation::renew(ram.memory())?;
         phases.mark("memory");
         let vm = hypervisor.create_vm(&ram)?;
-        phases.mark("vm");
+        phases.mark("kvm");
         let mut vcpus = Vec::with_capacity(state.vcpus.len());
         for (index, state) in (0..).zip(&state.vcpus) {
             let vcpu = Vcpu::new(&vm, index)?;
