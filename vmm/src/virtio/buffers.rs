@@ -75,7 +75,7 @@ impl<'m> Buffers<'m> {
 }
 
 /// Pieces of guest memory that follow each other in a chain.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Segments<'m> {
     parts: Vec<VolatileSlice<'m>>,
     /// The parts before this one are used up.
@@ -120,6 +120,16 @@ impl<'m> Segments<'m> {
         }
         self.parts.truncate(keep);
         self.len = len - room;
+    }
+
+    /// Take the first `count` bytes (or all) away.
+    pub fn split_front(&mut self, count: usize) -> Self {
+        let mut front = Segments::default();
+        self.walk(count, |part| {
+            front.parts.push(*part);
+            front.len += part.len();
+        });
+        front
     }
 
     /// Take the last byte away. `None` when there is none.

@@ -14,6 +14,7 @@ pub mod guest_io;
 pub mod queue;
 #[cfg(test)]
 mod test_driver;
+pub mod vsock;
 pub mod worker;
 
 use std::sync::Arc;

@@ -108,6 +108,8 @@ pub struct DriverQueue {
     pub notify: EventFd,
     /// Notifications that the device wanted.
     pub kicks: u64,
+    /// `VIRTIO_F_EVENT_IDX` is in use.
+    pub event_idx: bool,
 }
 
 impl DriverQueue {
@@ -131,6 +133,7 @@ impl DriverQueue {
             chains: HashMap::new(),
             notify: EventFd::new(EFD_NONBLOCK).unwrap(),
             kicks: 0,
+            event_idx: true,
         }
     }
 
@@ -198,6 +201,11 @@ impl DriverQueue {
         self.store(self.avail() + 2, index);
     }
 
+    /// Free descriptors.
+    pub fn room(&self) -> usize {
+        self.free.len()
+    }
+
     /// Make a chain of `(address, length, device writes)` available and return its head.
     pub fn add(&mut self, parts: &[(u64, u32, bool)]) -> u16 {
         let descriptors: Vec<u16> = parts.iter().map(|_| self.free.pop().unwrap()).collect();
@@ -221,6 +229,12 @@ impl DriverQueue {
     /// Notify the device of what was added since index `before`, if it wants to know.
     fn kick_since(&mut self, before: u16) {
         fence(Ordering::SeqCst);
+        if !self.event_idx {
+            if self.load(self.used()) & 1 == 0 {
+                self.kick();
+            }
+            return;
+        }
         let event = self.load(self.used() + 4 + 8 * u64::from(self.size));
         let (new, old) = (self.next_avail, before);
         // vring_need_event of virtio 1.2, 2.7.10.

@@ -1,0 +1,221 @@
+//! Ends of streams: half-close, close, reset, from both sides.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use super::super::packet::{Operation, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
+use super::super::stream::WINDOW;
+use super::guest::{Connection, Guest, pattern};
+
+/// Receive data until the device shuts down; the data and the flags.
+fn drain(guest: &mut Guest, connection: &Connection) -> (Vec<u8>, u32) {
+    let mut received = Vec::new();
+    loop {
+        let (header, payload) = guest.receive();
+        assert_eq!(header.src_port, connection.host_port);
+        match Operation::new(header.operation) {
+            Some(Operation::Data) => received.extend(payload),
+            Some(Operation::Shutdown) if header.flags & SHUTDOWN_SEND != 0 => {
+                return (received, header.flags);
+            }
+            Some(Operation::Shutdown) => assert_eq!(header.flags, SHUTDOWN_RECEIVE),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// Fill the socket and the device until the guest has no credit.
+fn fill(guest: &mut Guest, connection: &Connection) -> usize {
+    let (mut sent, mut told) = (0u32, 0u32);
+    loop {
+        while WINDOW - (sent - told) >= 65536 {
+            guest.send_data(connection, &pattern(65536));
+            sent += 65536;
+        }
+        match guest.receive_for(Duration::from_millis(300)) {
+            Some((header, _)) => told = header.fwd_cnt,
+            None => return sent as usize,
+        }
+    }
+}
+
+fn read_all(socket: &mut UnixStream) -> usize {
+    let mut received = Vec::new();
+    socket.read_to_end(&mut received).unwrap();
+    assert!(received.chunks(65536).all(|chunk| chunk == pattern(65536)));
+    received.len()
+}
+
+fn write_until_refused(socket: &mut UnixStream) -> ErrorKind {
+    let end = Instant::now() + Duration::from_secs(10);
+    loop {
+        if let Err(error) = socket.write(b"x") {
+            return error.kind();
+        }
+        assert!(Instant::now() < end, "nobody refuses");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn the_hosts_half_close_comes_after_its_data_and_leaves_the_other_way_open() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    socket.write_all(&pattern(50_000)).unwrap();
+    socket.shutdown(Shutdown::Write).unwrap();
+    let (received, flags) = drain(&mut guest, &connection);
+    assert!(received == pattern(50_000));
+    assert_eq!(flags, SHUTDOWN_SEND);
+    guest.expect_idle();
+    guest.send_data(&connection, b"still here");
+    let mut text = [0; 10];
+    socket.read_exact(&mut text).unwrap();
+    assert_eq!(&text, b"still here");
+    // The guest closes.
+    guest.send(&connection, Operation::Shutdown, SHUTDOWN_BOTH, &[]);
+    guest.expect(&connection, Operation::Reset);
+    assert_eq!(socket.read(&mut text).unwrap(), 0);
+}
+
+#[test]
+fn the_guests_half_close_comes_after_its_data_and_leaves_the_other_way_open() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    let sent = fill(&mut guest, &connection);
+    guest.send(&connection, Operation::Shutdown, SHUTDOWN_SEND, &[]);
+    assert_eq!(read_all(&mut socket), sent);
+    while guest.receive_for(Duration::from_millis(50)).is_some() {}
+    socket.write_all(b"still here").unwrap();
+    assert_eq!(guest.expect(&connection, Operation::Data).1, b"still here");
+    guest.expect_idle();
+    drop(socket);
+    let (_, flags) = drain(&mut guest, &connection);
+    assert_eq!(flags & SHUTDOWN_SEND, SHUTDOWN_SEND);
+    guest.send(&connection, Operation::Reset, 0, &[]);
+    guest.expect_silence();
+}
+
+#[test]
+fn both_half_closes_end_the_stream_when_the_guest_closes() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    socket.shutdown(Shutdown::Write).unwrap();
+    guest.expect(&connection, Operation::Shutdown);
+    guest.send(&connection, Operation::Shutdown, SHUTDOWN_SEND, &[]);
+    assert_eq!(socket.read(&mut [0]).unwrap(), 0);
+    drop(socket);
+    guest.expect_silence();
+    guest.expect_idle();
+    guest.send(&connection, Operation::Shutdown, SHUTDOWN_BOTH, &[]);
+    guest.expect(&connection, Operation::Reset);
+}
+
+#[test]
+fn a_guest_that_closes_is_answered_at_once_and_its_data_still_arrives() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    let sent = fill(&mut guest, &connection);
+    guest.send(&connection, Operation::Shutdown, SHUTDOWN_BOTH, &[]);
+    guest.expect(&connection, Operation::Reset);
+    guest.expect_idle();
+    assert_eq!(read_all(&mut socket), sent);
+    guest.expect_silence();
+}
+
+#[test]
+fn a_reset_by_the_guest_ends_the_stream_after_its_data() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    let sent = fill(&mut guest, &connection);
+    guest.send(&connection, Operation::Reset, 0, &[]);
+    assert_eq!(read_all(&mut socket), sent);
+    guest.expect_silence();
+}
+
+#[test]
+fn the_end_is_no_error_for_a_host_whose_bytes_the_guest_did_not_read() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open_with(1, 0);
+    guest.expect_silence();
+    socket.write_all(&[1; 10_000]).unwrap();
+    guest.expect(&connection, Operation::CreditRequest);
+    guest.send_data(&connection, b"bye");
+    guest.send(&connection, Operation::Shutdown, SHUTDOWN_BOTH, &[]);
+    let mut text = Vec::new();
+    socket.read_to_end(&mut text).unwrap();
+    assert_eq!(text, b"bye");
+}
+
+#[test]
+fn a_host_that_closes_has_its_last_bytes_delivered() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    socket.write_all(&pattern(100_000)).unwrap();
+    drop(socket);
+    let (received, flags) = drain(&mut guest, &connection);
+    assert!(received == pattern(100_000));
+    assert_eq!(flags, SHUTDOWN_BOTH);
+    // What the guest sends meanwhile is lost, but never stops it.
+    for _ in 0..8 {
+        guest.send_data(&connection, &[0; 65536]);
+    }
+    while let Some((header, _)) = guest.receive_for(Duration::from_millis(100)) {
+        assert_eq!(header.operation, Operation::CreditUpdate as u16);
+    }
+    guest.send(&connection, Operation::Reset, 0, &[]);
+    guest.expect_silence();
+    guest.expect_idle();
+}
+
+#[test]
+fn a_host_that_closes_frees_a_guest_that_waits_for_credit() {
+    let mut guest = Guest::running();
+    let (connection, socket) = guest.open(1);
+    fill(&mut guest, &connection);
+    drop(socket);
+    let (_, flags) = drain(&mut guest, &connection);
+    assert_eq!(flags, SHUTDOWN_BOTH);
+}
+
+#[test]
+fn a_guest_that_reads_no_more_refuses_the_hosts_bytes() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    guest.send(&connection, Operation::Shutdown, SHUTDOWN_RECEIVE, &[]);
+    assert_eq!(write_until_refused(&mut socket), ErrorKind::BrokenPipe);
+    while guest.receive_for(Duration::from_millis(50)).is_some() {}
+    // The other way is open.
+    guest.send_data(&connection, b"more");
+    socket.read_exact(&mut [0; 4]).unwrap();
+    guest.expect_idle();
+    guest.send(&connection, Operation::Shutdown, SHUTDOWN_SEND, &[]);
+    guest.expect(&connection, Operation::Reset);
+    assert_eq!(socket.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn a_host_that_reads_no_more_is_told_to_a_guest_that_sends() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    socket.shutdown(Shutdown::Read).unwrap();
+    guest.send_data(&connection, b"lost");
+    assert_eq!(
+        guest.expect(&connection, Operation::Shutdown).0.flags,
+        SHUTDOWN_RECEIVE
+    );
+    socket.write_all(b"more").unwrap();
+    assert_eq!(guest.expect(&connection, Operation::Data).1, b"more");
+    guest.expect_idle();
+}
+
+#[test]
+fn data_after_the_end_is_a_violation() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    guest.send(&connection, Operation::Shutdown, SHUTDOWN_SEND, &[]);
+    guest.send_data(&connection, b"ghost");
+    guest.expect(&connection, Operation::Reset);
+    assert_eq!(socket.read(&mut [0]).unwrap(), 0);
+}
