@@ -60,14 +60,6 @@ impl RequestError {
             _ => VIRTIO_BLK_S_IOERR as u8,
         }
     }
-
-    /// Whether the driver should have known better.
-    fn is_drivers_fault(&self) -> bool {
-        !matches!(
-            self,
-            RequestError::Io(_) | RequestError::ReadOnly | RequestError::Type(_)
-        )
-    }
 }
 
 /// A chain with a place for its status.
@@ -219,10 +211,14 @@ fn malformed(queue: &mut DeviceQueue, error: &dyn Display) -> u32 {
 }
 
 fn complain(queue: &mut DeviceQueue, medium: &Medium, error: &RequestError) {
-    if error.is_drivers_fault() {
-        queue.errors.report(error);
-    } else {
-        // The guest sees it as an I/O error and decides.
-        tracing::debug!(device = medium.serial, "request failed: {error}");
+    match error {
+        RequestError::Io(error) => queue
+            .errors
+            .report_failure(&format_args!("{}: {error}", medium.serial)),
+        // What a device does not know or allow is found out by asking.
+        RequestError::ReadOnly | RequestError::Type(_) => {
+            tracing::debug!(device = medium.serial, "{error}");
+        }
+        _ => queue.errors.report(error),
     }
 }

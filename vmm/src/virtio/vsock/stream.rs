@@ -434,13 +434,14 @@ impl Stream {
         self.wants_to_read() && self.credit() == 0 && !self.credit_asked
     }
 
-    /// Whether the guest should learn how much has left our buffer. Either that is much, or the
-    /// guest is running short and it is worth a packet; both hold at the latest when the guest has
-    /// no credit left and the buffer is empty.
+    /// Whether the guest should learn how much has left our buffer: when it asks, and while it
+    /// sends when that is much, or the guest is running short and it is worth a packet. One of them
+    /// holds at the latest when the guest has no credit left and the buffer is empty.
     fn wants_to_announce(&self) -> bool {
         let news = (self.forwarded - self.announced).0;
         let credit = WINDOW.saturating_sub((self.received - self.announced).0);
-        self.credit_owed || news >= WINDOW / 2 || (credit < WINDOW / 2 && news >= WORTHWHILE)
+        let short = credit < WINDOW / 2 && news >= WORTHWHILE;
+        self.credit_owed || (!self.guest_done && (short || news >= WINDOW / 2))
     }
 
     fn owed_shutdown(&self) -> u32 {

@@ -5,6 +5,7 @@
 //! send.
 
 use std::collections::{HashMap, VecDeque};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
@@ -80,32 +81,33 @@ impl Table {
     /// Open a stream from `socket`, a connected Unix stream socket, to `guest_port`. Where that is
     /// not possible the socket is closed, as it is when the guest refuses.
     pub fn connect(&mut self, guest_port: u32, socket: OwnedFd) {
-        if self.streams.len() >= MAX_STREAMS {
-            tracing::warn!(
-                "vsock: connection to port {guest_port} refused: {MAX_STREAMS} are open"
-            );
-            return;
-        }
         let socket = UnixStream::from(socket);
-        // The first call fails for anything that is not a Unix socket.
-        if let Err(error) = socket
-            .local_addr()
-            .and_then(|_| socket.set_nonblocking(true))
-        {
+        if let Err(error) = self.check(&socket) {
             tracing::warn!("vsock: connection to port {guest_port} refused: {error}");
             return;
         }
         let host_port = self.allocate_port();
-        if let Err(error) = self
+        let added = self
             .poll
-            .add(&socket, u64::from(host_port), interest(false))
-        {
+            .add(&socket, u64::from(host_port), interest(false));
+        if let Err(error) = added {
             tracing::warn!("vsock: connection to port {guest_port} refused: {error}");
+            close(socket);
             return;
         }
         self.streams
             .insert(host_port, Stream::new(socket, guest_port));
         self.settle(host_port);
+    }
+
+    fn check(&self, socket: &UnixStream) -> io::Result<()> {
+        // Fails for anything that is not a Unix socket.
+        socket.local_addr()?;
+        socket.set_nonblocking(true)?;
+        if self.streams.len() >= MAX_STREAMS {
+            return Err(io::Error::other(format!("{MAX_STREAMS} are open")));
+        }
+        Ok(())
     }
 
     fn allocate_port(&mut self) -> u32 {

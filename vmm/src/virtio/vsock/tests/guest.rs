@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -151,9 +151,14 @@ impl Guest {
         self.receive_for(PATIENCE).expect("no packet")
     }
 
-    /// The next packet, which must be this.
+    /// The next packet, which must be this. Credit may come at any time before.
     pub fn expect(&mut self, connection: &Connection, operation: Operation) -> (Header, Vec<u8>) {
-        let (header, payload) = self.receive();
+        let (mut header, mut payload) = self.receive();
+        while header.operation == Operation::CreditUpdate as u16
+            && operation != Operation::CreditUpdate
+        {
+            (header, payload) = self.receive();
+        }
         assert_eq!(
             (header.operation, header.src_port, header.dst_port),
             (
@@ -308,7 +313,10 @@ impl Guest {
 
 /// Bytes that differ from their neighbours.
 pub fn pattern(len: usize) -> Vec<u8> {
-    (0..len)
-        .map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8)
-        .collect()
+    static PATTERN: LazyLock<Vec<u8>> = LazyLock::new(|| {
+        (0..4usize << 20)
+            .map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8)
+            .collect()
+    });
+    PATTERN[..len].to_vec()
 }
