@@ -12,12 +12,14 @@ mod channel;
 mod launch;
 mod message;
 mod owner;
+mod read_only;
 mod shape;
 
 pub use channel::{Channel, ChannelError, MAX_DESCRIPTORS, MAX_MESSAGE};
 pub use launch::{Launch, LaunchError, Launched};
 pub use message::{Event, FromVmm, GuestExit, Phase, Reply, Request, Statistics};
 pub use owner::Owner;
+pub use read_only::ReadOnlyView;
 pub use shape::{InvalidShape, Shape};
 
 /// The virtio-fs tag of the one file tree a sandbox exports to its guest.

@@ -31,6 +31,10 @@ const TESTS: &[Test] = &[
         the_child_has_five_descriptors,
     ),
     (
+        "the_child_may_have_many_descriptors",
+        the_child_may_have_many_descriptors,
+    ),
+    (
         "the_child_has_an_empty_environment",
         the_child_has_an_empty_environment,
     ),
@@ -201,12 +205,41 @@ fn the_child_has_five_descriptors(root: &Path) {
     let mut launched = launch(root, None).unwrap();
     // 5 is the directory being listed.
     assert_eq!(ask(&mut launched, "list /proc/self/fd"), "0 1 2 3 4 5");
-    assert_eq!(ask(&mut launched, "link /proc/self/fd/0"), "/dev/null");
-    assert_eq!(ask(&mut launched, "link /proc/self/fd/2"), "/dev/null");
+    // In a mount of their own, whose root is `/dev`.
+    assert_eq!(ask(&mut launched, "link /proc/self/fd/0"), "/null");
+    assert_eq!(ask(&mut launched, "link /proc/self/fd/2"), "/null");
     assert!(ask(&mut launched, "link /proc/self/fd/3").starts_with("socket:"));
-    assert_eq!(ask(&mut launched, "link /proc/self/fd/4"), "/dev/kvm");
+    assert_eq!(ask(&mut launched, "link /proc/self/fd/4"), "/kvm");
     finish(launched);
     drop(inheritable);
+}
+
+fn the_child_may_have_many_descriptors(root: &Path) {
+    let mut launched = launch(root, None).unwrap();
+    let limits = ask(&mut launched, "read /proc/self/limits");
+    let line = limits
+        .lines()
+        .find(|line| line.starts_with("Max open files"));
+    let limit: u64 = line
+        .unwrap()
+        .split_whitespace()
+        .nth(4)
+        .unwrap()
+        .parse()
+        .unwrap();
+    // Raising it takes a capability that root lacks in some containers.
+    let may_raise = rustix::thread::capabilities(None)
+        .unwrap()
+        .effective
+        .contains(rustix::thread::CapabilitySet::SYS_RESOURCE);
+    let own = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+    let expected = if may_raise {
+        own.unwrap_or(u64::MAX).max(1 << 20)
+    } else {
+        own.unwrap()
+    };
+    assert_eq!(limit, expected);
+    finish(launched);
 }
 
 fn the_child_has_an_empty_environment(root: &Path) {

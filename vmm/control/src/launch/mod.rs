@@ -18,7 +18,6 @@ use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::thread;
 
-use rustix::fs::{Mode, OFlags, open};
 use rustix::io::{fcntl_dupfd_cloexec, retry_on_intr, write};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{
@@ -28,7 +27,7 @@ use rustix::process::{
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use thiserror::Error;
 
-use crate::{Channel, Owner};
+use crate::{Channel, Owner, ReadOnlyView};
 
 /// Every id of the parent namespace, onto itself (`user_namespaces(7)`); 4294967295 is no id.
 const IDENTITY_MAP: &str = "0 0 4294967295\n";
@@ -127,10 +126,18 @@ impl Launch<'_> {
         if !uid.is_root() {
             return Err(LaunchError::NotRoot(uid.as_raw()));
         }
-        let kvm = open("/dev/kvm", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|errno| LaunchError::Kvm(errno.into()))?;
-        let null = open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
-            .map_err(system("opening /dev/null"))?;
+        let devices =
+            ReadOnlyView::new(Path::new("/dev")).map_err(|source| LaunchError::System {
+                doing: DEVICES,
+                source,
+            })?;
+        let kvm = devices.open_device("kvm").map_err(LaunchError::Kvm)?;
+        let null = devices
+            .open_device("null")
+            .map_err(|source| LaunchError::System {
+                doing: DEVICES,
+                source,
+            })?;
         let (ours, theirs) = Channel::pair().map_err(|source| LaunchError::System {
             doing: PAIR,
             source,
@@ -222,6 +229,7 @@ impl Launched {
     }
 }
 
+const DEVICES: &str = "opening /dev/null by a read-only mount of /dev";
 const PAIR: &str = "making the control channel of a VMM";
 const PIPE: &str = "using a pipe to a new VMM";
 
