@@ -1,42 +1,32 @@
-//! Boots a guest in this process, prints its console, snapshots it when it says so, restores it.
+//! Boots a guest in a `thaw-vmm` of its own, prints its console, snapshots it when it says so, restores
+//! it. To be run as root.
 //!
 //! ```text
-//! boot boot KERNEL INITRAMFS VCPUS MIB COMMAND_LINE [SNAPSHOT_DIRECTORY MARKER]
-//! boot restore SNAPSHOT_DIRECTORY [MARKER]
+//! boot VMM boot KERNEL INITRAMFS VCPUS MIB COMMAND_LINE [SNAPSHOT_DIRECTORY MARKER]
+//! boot VMM restore SNAPSHOT_DIRECTORY [MARKER]
 //! ```
 //!
 //! With a directory, the machine is written there as soon as the console shows the marker. A restored
-//! machine runs until the console shows the marker, or until it ends.
+//! machine runs until the console shows the marker, or until it ends. Block slot 0 is backed by
+//! `slot0` of the directory, if there is one.
 
 use std::error::Error;
 use std::fs::File;
 use std::io::Write;
+use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread;
 
-use thaw_vmm::kvm::Hypervisor;
-use thaw_vmm::machine::{BootSource, Environment, Machine};
-use thaw_vmm::phase::{Phases, monotonic_ns};
-use thaw_vmm::serial::ConsoleOutput;
-use thaw_vmm::virtio::fs::FileServerRoot;
-use thaw_vmm_control::Shape;
+use thaw_vmm::phase::monotonic_ns;
+use thaw_vmm_control::{Event, Launch, Launched, Owner, Reply, Request, Shape, Statistics};
 
-/// What ends the wait for a machine.
-enum Happened {
-    Marker,
-    Ended,
-}
+type Outcome = Result<(), Box<dyn Error>>;
 
-fn main() -> Result<(), Box<dyn Error>> {
-    tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .init();
+fn main() -> Outcome {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments[..] {
         [
+            vmm,
             "boot",
             kernel,
             initramfs,
@@ -45,117 +35,150 @@ fn main() -> Result<(), Box<dyn Error>> {
             command_line,
             ref rest @ ..,
         ] => {
-            let source = BootSource {
-                shape: Shape::new(vcpus.parse()?, memory.parse()?)?,
-                command_line: command_line.to_owned(),
-                kernel: File::open(kernel)?,
-                initramfs: File::open(initramfs)?,
-            };
-            boot(source, rest)
+            let shape = Shape::new(vcpus.parse()?, memory.parse()?)?;
+            let command_line = command_line.to_owned();
+            let files = [File::open(kernel)?, File::open(initramfs)?];
+            boot(
+                vmm,
+                Request::Boot {
+                    shape,
+                    command_line,
+                },
+                &files,
+                rest,
+            )
         }
-        ["restore", directory, ref rest @ ..] => restore(Path::new(directory), rest),
+        [vmm, "restore", directory, ref rest @ ..] => restore(vmm, Path::new(directory), rest),
         _ => Err("see the head of this program".into()),
     }
 }
 
-fn boot(source: BootSource, rest: &[&str]) -> Result<(), Box<dyn Error>> {
-    let (sender, receiver) = channel();
-    let hypervisor = Hypervisor::open()?;
-    let mut phases = Phases::default();
+fn boot(vmm: &str, request: Request, files: &[File; 2], rest: &[&str]) -> Outcome {
+    let (mut launched, launch) = start(vmm)?;
+    let owner = &mut launched.owner;
+    owner.request(&request, &[files[0].as_fd(), files[1].as_fd()])?;
     let marker = rest.get(1).copied();
-    let environment = environment(marker, sender.clone())?;
-    let mut machine = Machine::boot(&hypervisor, source, environment, &mut phases)?;
-    run(&mut machine, &mut phases, sender)?;
-    if let (Happened::Marker, Some(directory)) = (receiver.recv()?, rest.first()) {
-        let directory = Path::new(directory);
+    if console_until(owner, marker)?
+        && let Some(directory) = rest.first()
+    {
         std::fs::create_dir_all(directory)?;
+        let directory = Path::new(directory);
         let start = monotonic_ns();
         let state = File::create_new(directory.join("state"))?;
         let memory = File::create_new(directory.join("memory"))?;
-        machine.snapshot(&hypervisor, &state, &memory)?;
+        owner.request(&Request::Snapshot, &[state.as_fd(), memory.as_fd()])?;
         eprintln!("snapshot: {} ms", (monotonic_ns() - start) / 1_000_000);
+        report(owner, &launch)?;
     }
-    report(&machine, &phases);
     Ok(())
 }
 
-fn restore(directory: &Path, rest: &[&str]) -> Result<(), Box<dyn Error>> {
-    let mut phases = Phases::default();
-    phases.mark("start");
-    let (sender, receiver): (Sender<Happened>, Receiver<Happened>) = channel();
-    let hypervisor = Hypervisor::open()?;
+fn restore(vmm: &str, directory: &Path, rest: &[&str]) -> Outcome {
     let state = File::open(directory.join("state"))?;
     let memory = File::open(directory.join("memory"))?;
-    phases.mark("open");
-    let environment = environment(rest.first().copied(), sender.clone())?;
-    let mut machine = Machine::restore(&hypervisor, &state, &memory, environment, &mut phases)?;
-    run(&mut machine, &mut phases, sender)?;
-    receiver.recv()?;
-    report(&machine, &phases);
+    let (mut launched, launch) = start(vmm)?;
+    let owner = &mut launched.owner;
+    owner.request(&Request::Restore, &[state.as_fd(), memory.as_fd()])?;
+    if let Ok(file) = File::open(directory.join("slot0")) {
+        owner.request(
+            &Request::AttachBlock {
+                slot: 0,
+                read_only: true,
+            },
+            &[file.as_fd()],
+        )?;
+    }
+    owner.request(&Request::Run, &[])?;
+    eprintln!(
+        "{:>12} {:>8} us",
+        "answered",
+        (monotonic_ns() - launch.before) / 1000
+    );
+    report(owner, &launch)?;
+    if console_until(owner, rest.first().copied())? {
+        report(owner, &launch)?;
+    }
     Ok(())
 }
 
-fn run(
-    machine: &mut Machine,
-    phases: &mut Phases,
-    sender: Sender<Happened>,
-) -> Result<(), Box<dyn Error>> {
-    machine.run()?;
-    phases.mark("run");
-    let notice = machine.notice().clone();
-    thread::spawn(move || {
-        let event = notice.event();
-        let mut poll = [rustix::event::PollFd::new(
-            &event,
-            rustix::event::PollFlags::IN,
-        )];
-        let _ = rustix::event::poll(&mut poll, None);
-        eprintln!("the guest has ended: {:?}", notice.exit());
-        let _ = sender.send(Happened::Ended);
-    });
+/// When the VMM was started, CLOCK_MONOTONIC in nanoseconds.
+struct Times {
+    before: u64,
+    launched: u64,
+}
+
+fn start(vmm: &str) -> Result<(Launched, Times), Box<dyn Error>> {
+    let log = std::io::stderr();
+    let root = std::env::current_dir()?;
+    let before = monotonic_ns();
+    let launch = Launch {
+        program: Path::new(vmm),
+        root: &root,
+        network_namespace: None,
+        log: Some(log.as_fd()),
+    };
+    let launched = launch.start()?;
+    Ok((
+        launched,
+        Times {
+            before,
+            launched: monotonic_ns(),
+        },
+    ))
+}
+
+/// Print the console until it shows `marker`, or the guest has ended (then false).
+fn console_until(owner: &mut Owner, marker: Option<&str>) -> Result<bool, Box<dyn Error>> {
+    let mut line = Vec::new();
+    loop {
+        match owner.next_event()? {
+            Some(Event::Console(bytes)) => {
+                std::io::stdout().write_all(&bytes)?;
+                line.extend_from_slice(&bytes);
+                let text = String::from_utf8_lossy(&line);
+                if marker.is_some_and(|marker| text.contains(marker)) {
+                    return Ok(true);
+                }
+                let end = line
+                    .iter()
+                    .rposition(|byte| *byte == b'\n')
+                    .map_or(0, |end| end + 1);
+                line.drain(..end);
+            }
+            Some(Event::GuestExit(exit)) => {
+                eprintln!("the guest has ended: {exit:?}");
+                return Ok(false);
+            }
+            None => return Err("the VMM has ended".into()),
+        }
+    }
+}
+
+fn report(owner: &mut Owner, times: &Times) -> Outcome {
+    let Reply::Statistics(statistics) = owner.request(&Request::Statistics, &[])? else {
+        return Err("another answer than statistics".into());
+    };
+    let Statistics {
+        phases,
+        kvm,
+        file_requests,
+        guest_dirty_bytes,
+    } = statistics;
+    let since = |time: u64| time.saturating_sub(times.before) / 1000;
+    eprintln!("{:>12} {:>8} us", "launched", since(times.launched));
+    for phase in phases {
+        eprintln!("{:>12} {:>8} us", phase.name, since(phase.monotonic_ns));
+    }
+    let counts = kvm
+        .iter()
+        .filter(|(name, value)| *value > 0 && name.contains("exits"));
+    let counts: Vec<_> = counts
+        .map(|(name, value)| format!("{name} {value}"))
+        .collect();
+    eprintln!("{}", counts.join(", "));
+    eprintln!(
+        "{file_requests} file requests, {} KiB of guest memory dirtied",
+        guest_dirty_bytes >> 10
+    );
     Ok(())
-}
-
-fn environment(
-    marker: Option<&str>,
-    sender: Sender<Happened>,
-) -> Result<Environment, Box<dyn Error>> {
-    let marker = marker.map(str::to_owned);
-    let console: ConsoleOutput = Arc::new(move |bytes: &[u8]| {
-        let _ = std::io::stdout().write_all(bytes);
-        let text = String::from_utf8_lossy(bytes);
-        if marker.as_ref().is_some_and(|marker| text.contains(marker)) {
-            let _ = sender.send(Happened::Marker);
-        }
-    });
-    let files = FileServerRoot::without_jail(&std::env::current_dir()?)?;
-    Ok(Environment { console, files })
-}
-
-fn report(machine: &Machine, phases: &Phases) {
-    let first_run = machine.notice().first_run();
-    let start = phases
-        .as_slice()
-        .first()
-        .map_or(0, |phase| phase.monotonic_ns);
-    for phase in phases.as_slice() {
-        eprintln!(
-            "{:>10} {:>8} us",
-            phase.name,
-            (phase.monotonic_ns - start) / 1000
-        );
-    }
-    if let Some(time) = first_run {
-        eprintln!("{:>10} {:>8} us", "first run", (time - start) / 1000);
-    }
-    for (name, value) in machine.counters().unwrap_or_default() {
-        if value > 0 && (name.contains("exits") || name.contains("injections")) {
-            eprintln!("{name:>30} {value}");
-        }
-    }
-    if let Ok(mut smaps) = File::open("/proc/self/smaps") {
-        let ranges = machine.memory_ranges();
-        let bytes = thaw_vmm::statistics::anonymous_bytes(&mut smaps, &ranges);
-        eprintln!("guest memory dirtied: {} KiB", bytes >> 10);
-    }
 }

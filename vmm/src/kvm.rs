@@ -151,3 +151,15 @@ fn register_memory(
     // VM, and guest memory is accessed as volatile bytes only.
     unsafe { vm.set_user_memory_region(memory) }.map_err(doing("giving guest memory to the VM"))
 }
+
+/// KVM for tests. Where there is none they are skipped, and say so.
+#[cfg(test)]
+pub(crate) fn test_hypervisor() -> Option<Hypervisor> {
+    match Hypervisor::open() {
+        Ok(hypervisor) => Some(hypervisor),
+        Err(error) => {
+            eprintln!("SKIPPED, a test that needs KVM: {error}");
+            None
+        }
+    }
+}

@@ -6,6 +6,7 @@ pub mod generation;
 pub mod jail;
 pub mod kvm;
 pub mod layout;
+pub mod log;
 pub mod machine;
 pub mod memory;
 pub mod pci;

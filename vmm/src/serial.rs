@@ -133,6 +133,15 @@ impl Write for Lines {
     }
 }
 
+impl Drop for Lines {
+    /// What is not yet a line when the port goes: the rest comes from the machine that is restored.
+    fn drop(&mut self) {
+        if !self.line.is_empty() {
+            (self.output)(&self.line);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;

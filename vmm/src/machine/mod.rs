@@ -32,6 +32,8 @@ pub use boot::BootSource;
 use bus::Bus;
 pub use devices::{Attachments, Environment};
 pub use load::LoadError;
+#[cfg(test)]
+pub(crate) use tests::kernel as test_kernel;
 
 /// Why a machine could not be made, run or saved.
 #[derive(Debug, Error)]

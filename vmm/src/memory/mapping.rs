@@ -43,3 +43,13 @@ pub fn map_over(
         Ok(())
     }
 }
+
+/// Keep guest memory out of core dumps. It also keeps the kernel from joining it with a neighbouring
+/// mapping of the VMM's own, so that what is counted of it is the guest's.
+pub fn exclude_from_dumps(region: &MmapRegion) -> io::Result<()> {
+    let advice = rustix::mm::Advice::LinuxDontDump;
+    // SAFETY: the range is the whole of the mapping that `region` owns, and this advice leaves its
+    // content alone.
+    unsafe { rustix::mm::madvise(region.as_ptr().cast(), region.size(), advice) }?;
+    Ok(())
+}

@@ -267,6 +267,7 @@ fn guest_region(
     mapping: vm_memory::MmapRegion,
     region: Region,
 ) -> Result<GuestRegionMmap, MemoryError> {
+    mapping::exclude_from_dumps(&mapping).map_err(system("advising on guest memory"))?;
     GuestRegionMmap::new(mapping, GuestAddress(region.guest))
         .ok_or_else(|| MemoryError::Map(region.size, io::Error::from(io::ErrorKind::InvalidInput)))
 }

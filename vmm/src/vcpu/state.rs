@@ -58,19 +58,19 @@ pub enum VcpuStateError {
 /// The state of one vCPU between two instructions.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct VcpuState {
-    cpuid: Vec<kvm_cpuid_entry2>,
-    tsc_khz: u32,
-    mp_state: kvm_mp_state,
-    regs: kvm_regs,
-    sregs: kvm_sregs,
-    xsave: kvm_xsave,
-    xcrs: kvm_xcrs,
-    debug_regs: kvm_debugregs,
-    lapic: kvm_lapic_state,
+    pub(super) cpuid: Vec<kvm_cpuid_entry2>,
+    pub(super) tsc_khz: u32,
+    pub(super) mp_state: kvm_mp_state,
+    pub(super) regs: kvm_regs,
+    pub(super) sregs: kvm_sregs,
+    pub(super) xsave: kvm_xsave,
+    pub(super) xcrs: kvm_xcrs,
+    pub(super) debug_regs: kvm_debugregs,
+    pub(super) lapic: kvm_lapic_state,
     /// All but the deadline, in the order in which they are written.
-    msrs: Vec<kvm_msr_entry>,
-    tsc_deadline: Option<kvm_msr_entry>,
-    events: kvm_vcpu_events,
+    pub(super) msrs: Vec<kvm_msr_entry>,
+    pub(super) tsc_deadline: Option<kvm_msr_entry>,
+    pub(super) events: kvm_vcpu_events,
 }
 
 impl VcpuState {
