@@ -1,0 +1,135 @@
+//! The agent in the guest, as the shim calls it: one ttrpc connection over vsock.
+
+use std::io;
+use std::os::unix::net::UnixStream as StdUnixStream;
+use std::time::Duration;
+
+use containerd_shim_protos::api::{
+    CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse, ExecProcessRequest,
+    KillRequest, PauseRequest, ResizePtyRequest, ResumeRequest, StartRequest, StartResponse,
+    StatsRequest, StatsResponse, UpdateTaskRequest, WaitRequest, WaitResponse,
+};
+use protobuf::Message;
+use protobuf::well_known_types::empty::Empty;
+use thaw_agent_api::agent::ConfigureRequest;
+use thaw_agent_api::agent_ttrpc::SandboxClient;
+use tokio::net::UnixStream;
+use ttrpc::asynchronous::{Client, transport::Socket};
+
+/// The name under which the agent serves containerd's Task service.
+const TASK_SERVICE: &str = "containerd.task.v2.Task";
+
+/// How long the agent may take to come up and configure the guest. Far more than it needs: a host
+/// under load must not look like a broken guest.
+const CONFIGURE_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long it may take to create a container or an exec, to the point before the program runs.
+const CREATE_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long any other call may take.
+const CALL_LIMIT: Duration = Duration::from_secs(10);
+
+/// A connection to the agent. Clones share it.
+#[derive(Clone)]
+pub struct Agent {
+    client: Client,
+}
+
+impl std::fmt::Debug for Agent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Agent").finish_non_exhaustive()
+    }
+}
+
+impl Agent {
+    /// The agent at the other end of `stream`.
+    pub fn new(stream: StdUnixStream) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        let stream = UnixStream::from_std(stream)?;
+        Ok(Self {
+            client: Client::new(Socket::new(stream)),
+        })
+    }
+
+    /// Make the guest itself.
+    pub async fn configure(&self, request: &ConfigureRequest) -> ttrpc::Result<()> {
+        let context = ttrpc::context::with_duration(CONFIGURE_LIMIT);
+        SandboxClient::new(self.client.clone())
+            .configure(context, request)
+            .await
+            .map(drop)
+    }
+
+    /// Create a container.
+    pub async fn create(&self, request: &CreateTaskRequest) -> ttrpc::Result<CreateTaskResponse> {
+        self.call("Create", request, Some(CREATE_LIMIT)).await
+    }
+
+    /// Create an exec.
+    pub async fn exec(&self, request: &ExecProcessRequest) -> ttrpc::Result<Empty> {
+        self.call("Exec", request, Some(CREATE_LIMIT)).await
+    }
+
+    /// Start a container or an exec.
+    pub async fn start(&self, request: &StartRequest) -> ttrpc::Result<StartResponse> {
+        self.call("Start", request, Some(CREATE_LIMIT)).await
+    }
+
+    /// Wait for the end of a container or an exec, for as long as it takes.
+    pub async fn wait(&self, request: &WaitRequest) -> ttrpc::Result<WaitResponse> {
+        self.call("Wait", request, None).await
+    }
+
+    /// Send a signal.
+    pub async fn kill(&self, request: &KillRequest) -> ttrpc::Result<Empty> {
+        self.call("Kill", request, Some(CALL_LIMIT)).await
+    }
+
+    /// Forget an exec that has ended.
+    pub async fn delete(&self, request: &DeleteRequest) -> ttrpc::Result<DeleteResponse> {
+        self.call("Delete", request, Some(CALL_LIMIT)).await
+    }
+
+    /// Freeze a container.
+    pub async fn pause(&self, request: &PauseRequest) -> ttrpc::Result<Empty> {
+        self.call("Pause", request, Some(CALL_LIMIT)).await
+    }
+
+    /// Thaw a container.
+    pub async fn resume(&self, request: &ResumeRequest) -> ttrpc::Result<Empty> {
+        self.call("Resume", request, Some(CALL_LIMIT)).await
+    }
+
+    /// Set the size of a terminal.
+    pub async fn resize_pty(&self, request: &ResizePtyRequest) -> ttrpc::Result<Empty> {
+        self.call("ResizePty", request, Some(CALL_LIMIT)).await
+    }
+
+    /// Change limits.
+    pub async fn update(&self, request: &UpdateTaskRequest) -> ttrpc::Result<Empty> {
+        self.call("Update", request, Some(CALL_LIMIT)).await
+    }
+
+    /// Read counters.
+    pub async fn stats(&self, request: &StatsRequest) -> ttrpc::Result<StatsResponse> {
+        self.call("Stats", request, Some(CALL_LIMIT)).await
+    }
+
+    /// One call of the Task service. The generated client is not used because it has the v3 name
+    /// built in; the messages are those of both.
+    async fn call<Answer: Message>(
+        &self,
+        method: &str,
+        request: &impl Message,
+        limit: Option<Duration>,
+    ) -> ttrpc::Result<Answer> {
+        let encoding = |error: protobuf::Error| ttrpc::Error::Others(format!("{method}: {error}"));
+        let mut envelope = ttrpc::Request::new();
+        envelope.service = TASK_SERVICE.to_owned();
+        envelope.method = method.to_owned();
+        envelope.timeout_nano = limit.map_or(0, |limit| limit.as_nanos() as i64);
+        envelope.payload = request.write_to_bytes().map_err(encoding)?;
+        let answer = self.client.request(envelope).await?;
+        Answer::parse_from_bytes(&answer.payload).map_err(encoding)
+    }
+}

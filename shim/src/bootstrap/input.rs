@@ -1,0 +1,138 @@
+//! What containerd says to `start` beside the command line: standard input and environment.
+
+use std::io::{self, IsTerminal, Read};
+use std::path::{Path, PathBuf};
+
+use containerd_shim_protos::bootstrap_api::{BootstrapParams, LogLevel};
+use containerd_shim_protos::protobuf::{EnumOrUnknown, Message};
+
+/// Most bytes of standard input: a ttrpc message, which the same things travel in elsewhere.
+const LIMIT: u64 = 4 << 20;
+
+/// Where shims have their sockets when containerd does not say.
+const SOCKET_DIRECTORY: &str = "/run/containerd/s";
+
+/// Standard input of `start`, understood.
+#[derive(Debug)]
+pub struct Bootstrap {
+    /// From containerd 2.3 on.
+    params: Option<BootstrapParams>,
+}
+
+impl Bootstrap {
+    /// Read standard input to its end.
+    pub fn read(id: &str, namespace: &str) -> io::Result<Self> {
+        let mut bytes = Vec::new();
+        // A person at a terminal would have to end it.
+        if !io::stdin().is_terminal() {
+            io::stdin().take(LIMIT).read_to_end(&mut bytes)?;
+        }
+        Ok(Self {
+            params: parse(&bytes, id, namespace),
+        })
+    }
+
+    /// Whether containerd understands a structured answer.
+    pub fn is_modern(&self) -> bool {
+        self.params.is_some()
+    }
+
+    /// containerd's gRPC address: what it said, else that of the command line.
+    pub fn grpc_address<'a>(&'a self, flag: &'a str) -> &'a str {
+        let said = self
+            .params
+            .as_ref()
+            .map(|params| params.containerd_grpc_address.as_str());
+        said.filter(|address| !address.is_empty() && flag.is_empty())
+            .unwrap_or(flag)
+    }
+
+    /// Where events go: containerd's ttrpc address.
+    pub fn events_address(&self) -> Option<String> {
+        let environment = std::env::var("TTRPC_ADDRESS").ok();
+        let said = self
+            .params
+            .as_ref()
+            .map(|params| params.containerd_ttrpc_address.clone());
+        [said, environment]
+            .into_iter()
+            .flatten()
+            .find(|address| !address.is_empty())
+    }
+
+    /// Where the shim's socket goes.
+    pub fn socket_directory(&self) -> PathBuf {
+        let said = self
+            .params
+            .as_ref()
+            .and_then(|params| params.socket_dir.as_deref());
+        Path::new(
+            said.filter(|path| !path.is_empty())
+                .unwrap_or(SOCKET_DIRECTORY),
+        )
+        .to_owned()
+    }
+
+    /// Whether containerd logs debug messages.
+    pub fn wants_debug(&self) -> bool {
+        let info = EnumOrUnknown::new(LogLevel::LOG_LEVEL_INFO).value();
+        self.params
+            .as_ref()
+            .is_some_and(|params| params.log_level.value() < info)
+    }
+}
+
+/// Parameters, or nothing for the runtime options that an older containerd sends. Options parse as
+/// parameters and the other way round, so it is the contents that tell them apart: parameters repeat
+/// what the command line says.
+fn parse(bytes: &[u8], id: &str, namespace: &str) -> Option<BootstrapParams> {
+    let params = BootstrapParams::parse_from_bytes(bytes).ok()?;
+    (!id.is_empty() && params.instance_id == id && params.namespace == namespace).then_some(params)
+}
+
+#[cfg(test)]
+mod tests {
+    use containerd_shim_protos::protobuf::well_known_types::any::Any;
+
+    use super::*;
+
+    fn bootstrap(bytes: &[u8]) -> Bootstrap {
+        Bootstrap {
+            params: parse(bytes, "web", "default"),
+        }
+    }
+
+    #[test]
+    fn test_parameters_of_containerd_2_3() {
+        let params = BootstrapParams {
+            instance_id: "web".into(),
+            namespace: "default".into(),
+            log_level: LogLevel::LOG_LEVEL_DEBUG.into(),
+            containerd_ttrpc_address: "/run/c.ttrpc".into(),
+            containerd_grpc_address: "/run/c.sock".into(),
+            socket_dir: Some("/run/s".into()),
+            ..BootstrapParams::default()
+        };
+        let bootstrap = bootstrap(&params.write_to_bytes().unwrap());
+        assert!(bootstrap.is_modern() && bootstrap.wants_debug());
+        assert_eq!(bootstrap.events_address().as_deref(), Some("/run/c.ttrpc"));
+        assert_eq!(bootstrap.grpc_address(""), "/run/c.sock");
+        assert_eq!(bootstrap.grpc_address("/flag"), "/flag");
+        assert_eq!(bootstrap.socket_directory(), Path::new("/run/s"));
+    }
+
+    #[test]
+    fn test_options_of_older_containerds_and_nothing() {
+        let options = Any {
+            type_url: "containerd.runc.v1.Options".into(),
+            value: vec![1, 2, 3],
+            ..Any::default()
+        };
+        for bytes in [options.write_to_bytes().unwrap(), Vec::new(), vec![0xff; 9]] {
+            let bootstrap = bootstrap(&bytes);
+            assert!(!bootstrap.is_modern() && !bootstrap.wants_debug());
+            assert_eq!(bootstrap.grpc_address("/flag"), "/flag");
+            assert_eq!(bootstrap.socket_directory(), Path::new(SOCKET_DIRECTORY));
+        }
+    }
+}

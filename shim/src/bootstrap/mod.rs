@@ -1,0 +1,194 @@
+//! How containerd runs the shim: `start`, `delete`, `-info`, `-v`.
+//!
+//! | containerd | standard input of `start` | the answer it gets |
+//! |---|---|---|
+//! | 1.6, 1.7, 2.0 to 2.2 | nothing, or runtime options | the bare address: task API version 2 |
+//! | 2.3 and later | `BootstrapParams` | `BootstrapResult`: task API version 3 |
+//!
+//! containerd reads output and errors of a successful `start` as one text, so nothing may be written
+//! to standard error there. What fails is written there, and users see it.
+
+mod fork;
+mod input;
+mod reply;
+mod socket;
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use containerd_shim_protos::api::DeleteResponse;
+use containerd_shim_protos::protobuf::Message;
+use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
+
+use crate::cleanup;
+use crate::daemon::Start;
+use crate::facts::{self, Facts, FactsFile};
+use crate::flags::{Action, Flags};
+use crate::process::timestamp;
+use crate::process_identity::ProcessIdentity;
+use crate::spec::BundleSpec;
+use crate::trace::{Recorder, monotonic_ns};
+use fork::Role;
+use input::Bootstrap;
+use reply::Reply;
+use socket::Bound;
+
+/// The name by which containerd knows this runtime.
+const RUNTIME: &str = "io.containerd.thaw.v2";
+
+/// The program `containerd-shim-thaw-v2`.
+pub fn main(arguments: impl IntoIterator<Item = String>) -> ExitCode {
+    let origin_ns = monotonic_ns();
+    let done = Flags::parse(arguments).map_err(io::Error::other).and_then(|flags| {
+        match flags.action {
+            Action::Start => start(&flags, origin_ns),
+            Action::Delete => delete(&flags).map(|()| ExitCode::SUCCESS),
+            Action::Info => info().map(|()| ExitCode::SUCCESS),
+            Action::Version => version().map(|()| ExitCode::SUCCESS),
+            Action::None => Err(io::Error::other(
+                "this program is started by containerd: `ctr run --runtime io.containerd.thaw.v2 …`; \
+                 see `thaw --help` for commands",
+            )),
+        }
+    });
+    done.unwrap_or_else(|error| {
+        // Where this cannot be written nobody could be told.
+        let _ = writeln!(io::stderr(), "thaw: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+/// Start a shim for the container whose bundle is the working directory, unless its sandbox has one,
+/// and tell containerd where it listens.
+fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
+    let bootstrap = Bootstrap::read(&flags.id, &flags.namespace)?;
+    let bundle = std::env::current_dir()?;
+    let spec = BundleSpec::read(&bundle).map_err(io::Error::other)?;
+    spec.view.check().map_err(io::Error::other)?;
+    let sandbox = spec.view.group().unwrap_or(&flags.id).to_owned();
+    let trace = Recorder::new(&flags.namespace, &flags.id, origin_ns);
+    trace.mark("spec read");
+
+    let address = bootstrap.grpc_address(&flags.address);
+    let socket = socket::path(
+        bootstrap.socket_directory(),
+        address,
+        &flags.namespace,
+        &sandbox,
+    );
+    let reply = Reply::new(&socket, bootstrap.is_modern());
+    if socket::is_served(&socket) {
+        // The sandbox of a pod: its shim serves this container too.
+        reply.give(&bundle)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+
+    let facts = claim(flags, &sandbox, &socket)?;
+    let listener = match socket::bind(&socket)? {
+        Bound::New(listener) => listener,
+        // Somebody else was quicker; their facts are in place.
+        Bound::Served => {
+            reply.give(&bundle)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+    };
+    let start = Start {
+        namespace: flags.namespace.clone(),
+        id: flags.id.clone(),
+        bundle: bundle.clone(),
+        spec,
+        facts,
+        listener,
+        events_address: bootstrap.events_address(),
+        debug: flags.debug || bootstrap.wants_debug(),
+        trace,
+    };
+    match fork::fork(&[&start.listener])? {
+        Role::Child(parent) => {
+            let taken = start.take_over();
+            parent.report(taken.as_ref().err());
+            Ok(if taken.is_ok() {
+                start.serve()
+            } else {
+                ExitCode::FAILURE
+            })
+        }
+        Role::Parent(child) => {
+            if let Err(error) = child.wait_for_report() {
+                let _ = cleanup::remove(start.facts.directory(), &start.facts.get());
+                return Err(error);
+            }
+            reply.give(&bundle)?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// Remove what an earlier sandbox of this name has left, and write down what is going to be made.
+fn claim(flags: &Flags, sandbox: &str, socket: &std::path::Path) -> io::Result<FactsFile> {
+    let directory = facts::sandbox_directory(facts::root(), &flags.namespace, sandbox)?;
+    if directory.exists() {
+        match FactsFile::read(&directory) {
+            Ok(Some(facts)) => cleanup::remove(&directory, &facts)?,
+            Ok(None) | Err(_) => facts::remove_directory(&directory)?,
+        }
+    }
+    let facts = Facts {
+        namespace: flags.namespace.clone(),
+        sandbox: sandbox.to_owned(),
+        socket: socket.to_owned(),
+        shim: Some(ProcessIdentity::current()?),
+        ..Facts::default()
+    };
+    FactsFile::create(facts::root(), facts)
+}
+
+/// Remove what is left of a container, and tell containerd how it ended.
+fn delete(flags: &Flags) -> io::Result<()> {
+    let bundle = if flags.bundle.as_os_str().is_empty() {
+        PathBuf::from(".")
+    } else {
+        flags.bundle.clone()
+    };
+    // The bundle may be gone already, or never have been complete.
+    let group = BundleSpec::read(&bundle).ok();
+    let group = group.as_ref().and_then(|spec| spec.view.group());
+    let sandbox = group.unwrap_or(&flags.id);
+    let directory = facts::sandbox_directory(facts::root(), &flags.namespace, sandbox)?;
+    let deleted = cleanup::delete(&directory, &flags.id)?;
+    let response = DeleteResponse {
+        pid: deleted.pid,
+        exit_status: deleted.exit.status,
+        exited_at: Some(timestamp(deleted.exit.at_ns)).into(),
+        ..DeleteResponse::default()
+    };
+    write_message(&response)
+}
+
+fn info() -> io::Result<()> {
+    let version = RuntimeVersion {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        ..RuntimeVersion::default()
+    };
+    write_message(&RuntimeInfo {
+        name: RUNTIME.to_owned(),
+        version: Some(version).into(),
+        ..RuntimeInfo::default()
+    })
+}
+
+fn version() -> io::Result<()> {
+    writeln!(
+        io::stdout(),
+        "containerd-shim-thaw-v2:\n  Version: {}",
+        env!("CARGO_PKG_VERSION")
+    )
+}
+
+fn write_message(message: &impl Message) -> io::Result<()> {
+    let bytes = message.write_to_bytes().map_err(io::Error::other)?;
+    let mut output = io::stdout();
+    output.write_all(&bytes)?;
+    output.flush()
+}

@@ -1,0 +1,185 @@
+//! The VMM's cgroup on the host: where the container's would be, so that whoever accounts for or
+//! limits the container finds it there. cgroup v2 only; on other hosts the VMM stays where it is.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{XattrFlags, getxattr, setxattr, statfs};
+
+/// Where the hierarchy is mounted.
+const MOUNT_POINT: &str = "/sys/fs/cgroup";
+
+/// `CGROUP2_SUPER_MAGIC` (linux/magic.h).
+const CGROUP2_MAGIC: i64 = 0x6367_7270;
+
+/// Marks the cgroups that thaw made, so that it removes no other.
+const MARK: &str = "trusted.thaw";
+
+/// The cgroup for the sandbox `sandbox` whose container asks for `cgroups_path`; `None` where the
+/// host has no cgroup v2 or nothing is asked for.
+pub fn choose(cgroups_path: &str, sandbox: &str) -> Option<PathBuf> {
+    let root = Path::new(MOUNT_POINT);
+    if statfs(root).ok()?.f_type as i64 != CGROUP2_MAGIC {
+        return None;
+    }
+    let path = root.join(relative_path(cgroups_path)?);
+    // Where somebody else's cgroup is already, ours goes into it: removing it must not concern them.
+    Some(if path.exists() {
+        path.join(format!("thaw-{sandbox}"))
+    } else {
+        path
+    })
+}
+
+/// Make the cgroup `path` and all above it that are missing.
+pub fn make(path: &Path) -> io::Result<()> {
+    let mut missing: Vec<&Path> = Vec::new();
+    for ancestor in path
+        .ancestors()
+        .take_while(|path| *path != Path::new(MOUNT_POINT))
+    {
+        if ancestor.exists() {
+            break;
+        }
+        missing.push(ancestor);
+    }
+    for path in missing.into_iter().rev() {
+        match fs::create_dir(path) {
+            // Best effort: without the mark it is left behind, as runc leaves parents behind.
+            Ok(()) => drop(setxattr(path, MARK, b"1", XattrFlags::empty())),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(with_path("making cgroup", path, &error)),
+        }
+    }
+    Ok(())
+}
+
+/// Move the process `pid`, with all its threads, to the cgroup `path`.
+pub fn join(path: &Path, pid: u32) -> io::Result<()> {
+    fs::write(path.join("cgroup.procs"), pid.to_string())
+        .map_err(|error| with_path("moving the VMM to cgroup", path, &error))
+}
+
+/// Remove the cgroup `path`, and those above it that thaw made and that are empty. Its processes must
+/// have ended.
+pub fn remove(path: &Path) -> io::Result<()> {
+    if !path.starts_with(MOUNT_POINT) || path == Path::new(MOUNT_POINT) {
+        return Err(io::Error::new(
+            ErrorKind::InvalidInput,
+            format!("{path:?} is no cgroup"),
+        ));
+    }
+    match fs::remove_dir(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(with_path("removing cgroup", path, &error));
+        }
+        _ => {}
+    }
+    let above = path
+        .ancestors()
+        .skip(1)
+        .take_while(|path| *path != Path::new(MOUNT_POINT));
+    for ancestor in above {
+        let mut value = [0; 1];
+        let marked = matches!(getxattr(ancestor, MARK, &mut value[..]), Ok(1));
+        if ancestor.exists() && !(marked && fs::remove_dir(ancestor).is_ok()) {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn with_path(doing: &str, path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{doing} {}: {error}", path.display()))
+}
+
+/// The path below the hierarchy's root that a spec's `cgroupsPath` means: a path as cgroupfs has it,
+/// or `slice:prefix:name` as systemd has it (runc's docs/systemd.md).
+fn relative_path(cgroups_path: &str) -> Option<PathBuf> {
+    let path = match cgroups_path.split(':').collect::<Vec<_>>()[..] {
+        [_, prefix, name] if prefix.contains('/') || name.contains('/') => return None,
+        [slice, prefix, name] => {
+            let unit = match (prefix, name.ends_with(".slice")) {
+                (_, true) => name.to_owned(),
+                ("", false) => format!("{name}.scope"),
+                (_, false) => format!("{prefix}-{name}.scope"),
+            };
+            slice_path(if slice.is_empty() {
+                "system.slice"
+            } else {
+                slice
+            })?
+            .join(unit)
+        }
+        _ => PathBuf::from(cgroups_path.trim_start_matches('/')),
+    };
+    let normal = path
+        .components()
+        .all(|part| matches!(part, Component::Normal(_)));
+    (normal && !path.as_os_str().as_bytes().is_empty()).then_some(path)
+}
+
+/// `a-b.slice` lies in `a.slice`, and `-.slice` is the root.
+fn slice_path(slice: &str) -> Option<PathBuf> {
+    let name = slice.strip_suffix(".slice")?;
+    let mut path = PathBuf::new();
+    if name == "-" {
+        return Some(path);
+    }
+    let mut prefix = String::new();
+    for part in name.split('-') {
+        if part.is_empty() {
+            return None;
+        }
+        if !prefix.is_empty() {
+            prefix.push('-');
+        }
+        prefix.push_str(part);
+        path.push(format!("{prefix}.slice"));
+    }
+    Some(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_paths_of_cgroupfs_and_of_systemd() {
+        let path = |text| relative_path(text).map(|path| path.to_str().unwrap().to_owned());
+        assert_eq!(path("/default/web").as_deref(), Some("default/web"));
+        assert_eq!(path("docker/web").as_deref(), Some("docker/web"));
+        assert_eq!(
+            path("system.slice:docker:0a").as_deref(),
+            Some("system.slice/docker-0a.scope")
+        );
+        assert_eq!(
+            path("kubepods-besteffort-pod1.slice:cri-containerd:0a").as_deref(),
+            Some(
+                "kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod1.slice/\
+                 cri-containerd-0a.scope"
+            )
+        );
+        assert_eq!(path(":x:y").as_deref(), Some("system.slice/x-y.scope"));
+        assert_eq!(path("-.slice:x:y").as_deref(), Some("x-y.scope"));
+    }
+
+    #[test]
+    fn test_paths_that_lead_elsewhere_are_no_cgroup() {
+        for bad in [
+            "",
+            "/",
+            "../x",
+            "/a/../../x",
+            "a--b.slice:x:y",
+            "a:x:y",
+            "a.slice:x:../y",
+        ] {
+            assert_eq!(relative_path(bad), None, "{bad:?}");
+        }
+        assert!(remove(Path::new("/tmp/x")).is_err());
+        assert!(remove(Path::new(MOUNT_POINT)).is_err());
+    }
+}

@@ -1,0 +1,272 @@
+//! Removing what a sandbox has on the host when its shim does not do it: from the facts that were
+//! written before each thing was made, whoever was killed, and when. Everything here may be done
+//! again, and at the same time by somebody else.
+
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use crate::cgroup;
+use crate::facts::{self, Exit, Facts, FactsFile, KILLED};
+
+/// How long a killed process may take to be gone. Together less than `delete` may take.
+const KILL_LIMIT: Duration = Duration::from_secs(1);
+
+/// Age at which a directory without facts is no longer one that is just being made.
+const UNFINISHED_AGE: Duration = Duration::from_secs(60);
+
+/// What is told about a deleted container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Deleted {
+    /// Its pid, zero when nothing is known of it.
+    pub pid: u32,
+    /// How it ended: as recorded, else killed just now.
+    pub exit: Exit,
+}
+
+/// Delete the container `id` of the sandbox in `directory`. The sandbox goes with it, unless it has
+/// another container: containerd asks for this after every container, also while the others live.
+pub fn delete(directory: &Path, id: &str) -> io::Result<Deleted> {
+    let facts = FactsFile::read(directory);
+    let container = facts
+        .as_ref()
+        .ok()
+        .and_then(|facts| facts.as_ref()?.containers.get(id).cloned());
+    let deleted = Deleted {
+        pid: container
+            .as_ref()
+            .and_then(|c| c.anchor)
+            .map_or(0, |anchor| anchor.pid),
+        exit: container
+            .and_then(|c| c.exit)
+            .unwrap_or_else(|| Exit::now(KILLED)),
+    };
+    match facts {
+        Ok(Some(facts)) if facts.containers.keys().any(|other| other != id) => {}
+        Ok(Some(facts)) => remove(directory, &facts)?,
+        // Never written, or damaged by a crash of the host: nothing of it is left but this.
+        Ok(None) | Err(_) => facts::remove_directory(directory)?,
+    }
+    Ok(deleted)
+}
+
+/// Remove everything that `facts`, those in `directory`, tell of. What can be removed is, also when
+/// something else cannot; the first reason is returned.
+pub fn remove(directory: &Path, facts: &Facts) -> io::Result<()> {
+    let mut result = Ok(());
+    let mut attempt = |done: io::Result<()>| {
+        if result.is_ok() {
+            result = done;
+        }
+    };
+    // The shim first: VMM and anchor end with it, and it must not make anything new.
+    let anchors = facts
+        .containers
+        .values()
+        .map(|container| ("anchor", container.anchor));
+    let processes = [("shim", facts.shim), ("VMM", facts.vmm)]
+        .into_iter()
+        .chain(anchors);
+    for (what, process) in processes {
+        let Some(process) = process.filter(|process| process.pid != std::process::id()) else {
+            continue;
+        };
+        attempt(match process.kill(KILL_LIMIT) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(io::Error::other(format!(
+                "the {what} of sandbox {} (pid {}) was killed and is still there after {KILL_LIMIT:?}",
+                facts.sandbox, process.pid
+            ))),
+            Err(error) => Err(error),
+        });
+    }
+    if let Some(path) = &facts.cgroup {
+        attempt(cgroup::remove(path));
+    }
+    attempt(match fs::remove_file(&facts.socket) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    });
+    result.and_then(|()| facts::remove_directory(directory))
+}
+
+/// A sandbox that was found without its shim, and what came of removing it.
+#[derive(Debug)]
+pub struct Abandoned {
+    /// Its directory.
+    pub directory: PathBuf,
+    /// Whether everything of it is gone now.
+    pub removed: io::Result<()>,
+}
+
+/// Remove all sandboxes below `root` whose shim is gone.
+pub fn collect_garbage(root: &Path) -> io::Result<Vec<Abandoned>> {
+    let mut abandoned = Vec::new();
+    for namespace in directories(root)? {
+        // What is not a sandbox has no name of one: `.templates`, and `traces` holds files only.
+        for directory in directories(&namespace)? {
+            let facts = FactsFile::read(&directory);
+            let alive = |facts: &Facts| facts.shim.is_some_and(|shim| shim.is_alive());
+            let removed = match facts {
+                Ok(Some(facts)) if alive(&facts) => continue,
+                Ok(Some(facts)) => remove(&directory, &facts),
+                Ok(None) if !is_old(&directory) => continue,
+                Ok(None) | Err(_) => facts::remove_directory(&directory),
+            };
+            abandoned.push(Abandoned { directory, removed });
+        }
+    }
+    Ok(abandoned)
+}
+
+/// The directories in `directory` whose names can be those of namespaces or sandboxes.
+fn directories(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+        if !hidden && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
+}
+
+fn is_old(directory: &Path) -> bool {
+    let modified = fs::metadata(directory).and_then(|metadata| metadata.modified());
+    let age = modified.map(|modified| SystemTime::now().duration_since(modified).ok());
+    age.is_ok_and(|age| age.is_some_and(|age| age > UNFINISHED_AGE))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+    use crate::facts::ContainerFacts;
+    use crate::process_identity::ProcessIdentity;
+
+    fn process() -> (Child, ProcessIdentity) {
+        let child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let identity = ProcessIdentity::of(child.id()).unwrap();
+        (child, identity)
+    }
+
+    fn facts(root: &Path, sandbox: &str) -> Facts {
+        Facts {
+            namespace: "default".into(),
+            sandbox: sandbox.into(),
+            socket: root.join(format!("{sandbox}.sock")),
+            ..Facts::default()
+        }
+    }
+
+    fn container(anchor: Option<ProcessIdentity>, exit: Option<Exit>) -> ContainerFacts {
+        ContainerFacts {
+            bundle: "/b".into(),
+            anchor,
+            exit,
+        }
+    }
+
+    #[test]
+    fn test_delete_kills_what_is_left_and_removes_all_of_it() {
+        let root = tempfile::tempdir().unwrap();
+        let ((mut shim, shim_id), (mut vmm, vmm_id), (mut anchor, anchor_id)) =
+            (process(), process(), process());
+        let mut facts = facts(root.path(), "web");
+        (facts.shim, facts.vmm) = (Some(shim_id), Some(vmm_id));
+        facts
+            .containers
+            .insert("web".into(), container(Some(anchor_id), None));
+        fs::write(&facts.socket, "").unwrap();
+        let file = FactsFile::create(root.path(), facts).unwrap();
+        fs::create_dir(file.export()).unwrap();
+
+        let deleted = delete(file.directory(), "web").unwrap();
+        assert_eq!((deleted.pid, deleted.exit.status), (anchor_id.pid, KILLED));
+        for child in [&mut shim, &mut vmm, &mut anchor] {
+            assert!(!child.wait().unwrap().success());
+        }
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+        // Again, when nothing is known any more.
+        let deleted = delete(file.directory(), "web").unwrap();
+        assert_eq!((deleted.pid, deleted.exit.status), (0, KILLED));
+    }
+
+    #[test]
+    fn test_delete_tells_the_recorded_status() {
+        let root = tempfile::tempdir().unwrap();
+        let mut facts = facts(root.path(), "web");
+        let exit = Exit {
+            status: 7,
+            at_ns: 11,
+        };
+        facts
+            .containers
+            .insert("web".into(), container(None, Some(exit)));
+        let file = FactsFile::create(root.path(), facts).unwrap();
+        assert_eq!(
+            delete(file.directory(), "web").unwrap(),
+            Deleted { pid: 0, exit }
+        );
+    }
+
+    #[test]
+    fn test_delete_leaves_a_sandbox_with_another_container_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let (mut shim, shim_id) = process();
+        let mut facts = facts(root.path(), "pod");
+        facts.shim = Some(shim_id);
+        facts.containers.insert("pod".into(), container(None, None));
+        let file = FactsFile::create(root.path(), facts).unwrap();
+        delete(file.directory(), "other").unwrap();
+        assert!(shim_id.is_alive());
+        assert!(file.directory().exists());
+        shim.kill().unwrap();
+        shim.wait().unwrap();
+    }
+
+    #[test]
+    fn test_garbage_is_what_has_no_shim() {
+        let root = tempfile::tempdir().unwrap();
+        let (mut shim, shim_id) = process();
+        let mut live = facts(root.path(), "live");
+        live.shim = Some(shim_id);
+        let live = FactsFile::create(root.path(), live).unwrap();
+        let mut dead = facts(root.path(), "dead");
+        dead.shim = Some(ProcessIdentity {
+            start_time: shim_id.start_time + 1,
+            ..shim_id
+        });
+        let dead = FactsFile::create(root.path(), dead).unwrap();
+        // One that is being made, others' files.
+        fs::create_dir_all(root.path().join("default/new")).unwrap();
+        fs::create_dir_all(root.path().join(".templates/key")).unwrap();
+        fs::create_dir_all(root.path().join("traces")).unwrap();
+        fs::write(root.path().join("traces/x.json"), "").unwrap();
+
+        let found = collect_garbage(root.path()).unwrap();
+        let [only] = &found[..] else {
+            panic!("{found:?}")
+        };
+        assert_eq!(only.directory, dead.directory());
+        assert!(only.removed.is_ok());
+        assert!(live.directory().exists() && !dead.directory().exists());
+        assert!(root.path().join("default/new").exists());
+        assert!(root.path().join("traces/x.json").exists());
+        assert!(
+            collect_garbage(&root.path().join("none"))
+                .unwrap()
+                .is_empty()
+        );
+        shim.kill().unwrap();
+        shim.wait().unwrap();
+    }
+}

@@ -1,0 +1,241 @@
+//! One container of a sandbox: its first process, its execs, its anchor, its mounts.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use tokio::io::AsyncReadExt;
+use tokio::sync::{Mutex as AsyncMutex, watch};
+use tokio::task::JoinHandle;
+
+use crate::agent::Agent;
+use crate::anchor::{Anchor, REPORT_LENGTH};
+use crate::error::TaskError;
+use crate::mounts::ContainerMounts;
+use crate::process::{Life, Process};
+
+/// A container, from the moment its creation begins.
+#[derive(Debug)]
+pub struct Container {
+    /// Its id.
+    pub id: String,
+    /// Its bundle.
+    pub bundle: PathBuf,
+    /// The host process whose pid is the container's.
+    pub anchor: Anchor,
+    /// Its mounts in the export.
+    pub mounts: ContainerMounts,
+    /// Its first process.
+    pub init: Arc<Process>,
+    /// The agent, once the container has been created in the guest.
+    pub agent: OnceLock<Agent>,
+    execs: Mutex<Execs>,
+    anchor_ended: watch::Receiver<bool>,
+}
+
+#[derive(Debug, Default)]
+struct Execs {
+    by_id: HashMap<String, Arc<Exec>>,
+    /// The first process has ended: nothing new may start.
+    closed: bool,
+    last_number: u64,
+}
+
+/// An exec, from its registration to its deletion.
+#[derive(Debug)]
+pub struct Exec {
+    /// The process.
+    pub process: Arc<Process>,
+    /// What it runs, an OCI process in JSON.
+    pub spec: Any,
+    /// Its creation in the guest, under way since it was registered.
+    pub prepared: AsyncMutex<Option<JoinHandle<Result<(), TaskError>>>>,
+    /// Whether it was started, and its exit will be told.
+    started: Mutex<bool>,
+}
+
+impl Container {
+    /// A container with a started anchor.
+    pub fn new(
+        id: String,
+        bundle: PathBuf,
+        anchor: Anchor,
+        mounts: ContainerMounts,
+        init: Process,
+    ) -> std::io::Result<Self> {
+        let (ended, anchor_ended) = watch::channel(false);
+        let pidfd = anchor.pidfd().try_clone_to_owned()?;
+        tokio::spawn(async move {
+            if let Err(error) = crate::vmm::reap(&pidfd).await {
+                tracing::warn!(%error, "waiting for an anchor");
+            }
+            ended.send_replace(true);
+        });
+        Ok(Self {
+            id,
+            bundle,
+            anchor,
+            mounts,
+            init: Arc::new(init),
+            agent: OnceLock::new(),
+            execs: Mutex::default(),
+            anchor_ended,
+        })
+    }
+
+    /// The pid that is reported.
+    pub fn pid(&self) -> u32 {
+        self.anchor.pid()
+    }
+
+    /// Wait until the anchor is in its namespaces.
+    pub async fn anchor_ready(&self) -> std::io::Result<()> {
+        let socket = self.anchor.socket()?;
+        socket.set_nonblocking(true)?;
+        let mut socket = tokio::net::UnixStream::from_std(socket)?;
+        let mut report = [0; REPORT_LENGTH];
+        socket
+            .read_exact(&mut report)
+            .await
+            .map_err(|_| std::io::Error::other("the anchor was killed while it started"))?;
+        self.anchor.explain(report)
+    }
+
+    /// Wait until the anchor has ended and been reaped.
+    pub async fn anchor_ended(&self) {
+        let mut ended = self.anchor_ended.clone();
+        // The sender is dropped only after it has sent.
+        let _ = ended.wait_for(|ended| *ended).await;
+    }
+
+    /// The agent, or why there is none to ask.
+    pub fn agent(&self) -> Result<&Agent, TaskError> {
+        self.agent.get().ok_or_else(|| {
+            TaskError::FailedPrecondition(format!("container {} is still being created", self.id))
+        })
+    }
+
+    /// The process `exec_id`, the first one for the empty string.
+    pub fn process(&self, exec_id: &str) -> Result<Arc<Process>, TaskError> {
+        if exec_id.is_empty() {
+            return Ok(self.init.clone());
+        }
+        Ok(self.exec(exec_id)?.process.clone())
+    }
+
+    /// The exec `exec_id`.
+    pub fn exec(&self, exec_id: &str) -> Result<Arc<Exec>, TaskError> {
+        let exec = self.lock_execs().by_id.get(exec_id).cloned();
+        exec.ok_or_else(|| {
+            TaskError::NotFound(format!("container {} has no exec {exec_id}", self.id))
+        })
+    }
+
+    /// Register an exec. `make` gets the id that the agent is to know it by.
+    pub fn add_exec(
+        &self,
+        exec_id: &str,
+        make: impl FnOnce(String) -> Exec,
+    ) -> Result<Arc<Exec>, TaskError> {
+        let mut execs = self.lock_execs();
+        match self.init.life() {
+            Life::Created | Life::Running if !execs.closed => {}
+            Life::Paused => {
+                let text = format!("container {} is paused", self.id);
+                return Err(TaskError::FailedPrecondition(text));
+            }
+            _ => {
+                let text = format!("container {} is not running", self.id);
+                return Err(TaskError::FailedPrecondition(text));
+            }
+        }
+        if execs.by_id.contains_key(exec_id) {
+            let text = format!("container {} already has an exec {exec_id}", self.id);
+            return Err(TaskError::AlreadyExists(text));
+        }
+        execs.last_number += 1;
+        let exec = Arc::new(make(format!("exec-{}", execs.last_number)));
+        execs.by_id.insert(exec_id.to_owned(), exec.clone());
+        Ok(exec)
+    }
+
+    /// Begin to start `exec`: from now on the exit of the first process waits for its exit. Refused
+    /// when the first process has ended.
+    pub fn begin_exec(&self, exec: &Exec) -> Result<(), TaskError> {
+        let execs = self.lock_execs();
+        if execs.closed {
+            let text = format!("container {} has ended", self.id);
+            return Err(TaskError::FailedPrecondition(text));
+        }
+        *exec.lock_started() = true;
+        Ok(())
+    }
+
+    /// Forget the exec `exec_id`.
+    pub fn remove_exec(&self, exec_id: &str) {
+        self.lock_execs().by_id.remove(exec_id);
+    }
+
+    /// The first process has ended: no exec starts any more. Returns those that run.
+    pub fn close_execs(&self) -> Vec<Arc<Exec>> {
+        let mut execs = self.lock_execs();
+        execs.closed = true;
+        execs
+            .by_id
+            .values()
+            .filter(|exec| exec.is_running())
+            .cloned()
+            .collect()
+    }
+
+    fn lock_execs(&self) -> MutexGuard<'_, Execs> {
+        self.execs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Exec {
+    /// An exec that is not started.
+    pub fn new(process: Process, spec: Any) -> Self {
+        Self {
+            process: Arc::new(process),
+            spec,
+            prepared: AsyncMutex::new(None),
+            started: Mutex::new(false),
+        }
+    }
+
+    /// Whether it was started and has not ended.
+    pub fn is_running(&self) -> bool {
+        *self.lock_started() && !matches!(self.process.life(), Life::Stopped(_))
+    }
+
+    /// The start failed: nobody is to wait for its exit.
+    pub fn start_failed(&self) {
+        *self.lock_started() = false;
+    }
+
+    /// Wait until its creation in the guest is done. May be asked again.
+    pub async fn wait_prepared(&self) -> Result<(), TaskError> {
+        let mut prepared = self.prepared.lock().await;
+        let Some(task) = prepared.as_mut() else {
+            return Ok(());
+        };
+        let result = match task.await {
+            Ok(result) => result,
+            Err(error) => Err(TaskError::Failed(error.to_string())),
+        };
+        *prepared = match &result {
+            Ok(()) => None,
+            Err(error) => {
+                let error = error.clone();
+                Some(tokio::spawn(async move { Err(error) }))
+            }
+        };
+        result
+    }
+
+    fn lock_started(&self) -> MutexGuard<'_, bool> {
+        self.started.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

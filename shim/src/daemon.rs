@@ -1,0 +1,220 @@
+//! The process that `start` leaves behind: it serves the task API of one sandbox until that is gone.
+//!
+//! It has one thread; others exist only while something blocks (a mount, the template) and end soon
+//! after.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use rustix::fs::OFlags;
+use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
+use tracing::{error, warn};
+use ttrpc::asynchronous::{Server, transport::Listener};
+
+use crate::anchor::Anchor;
+use crate::cgroup;
+use crate::events::Publisher;
+use crate::facts::FactsFile;
+use crate::mounts;
+use crate::paths::{Installation, RUNTIME_DIRECTORY};
+use crate::process_identity::ProcessIdentity;
+use crate::sandbox::{Plan, Sandbox, Seed};
+use crate::spec::{self, BundleSpec};
+use crate::task;
+use crate::trace::Recorder;
+
+/// How long the last answers may take to be written.
+const ANSWER_LIMIT: Duration = Duration::from_millis(500);
+
+/// Threads that block at the same time: mounting, starting the VMM, opening the template, and some
+/// to spare.
+const BLOCKING_THREADS: usize = 8;
+
+/// What a shim is started with.
+#[derive(Debug)]
+pub struct Start {
+    /// containerd's namespace.
+    pub namespace: String,
+    /// Id of the container.
+    pub id: String,
+    /// Its bundle.
+    pub bundle: PathBuf,
+    /// Its spec, checked.
+    pub spec: BundleSpec,
+    /// What the sandbox has on the host so far.
+    pub facts: FactsFile,
+    /// The bound socket.
+    pub listener: UnixListener,
+    /// Where events go.
+    pub events_address: Option<String>,
+    /// Log more.
+    pub debug: bool,
+    /// Times so far.
+    pub trace: Recorder,
+}
+
+impl Start {
+    /// Become the shim: from now on it is this process that the facts name. On an error the caller
+    /// still has the standard streams that it was started with.
+    pub fn take_over(&self) -> io::Result<()> {
+        rustix::process::setsid()?;
+        let identity = ProcessIdentity::current()?;
+        self.facts.update(|facts| facts.shim = Some(identity))
+    }
+
+    /// Serve until the sandbox is gone. The process must have one thread only, and be nobody's but
+    /// the caller's.
+    pub fn serve(self) -> ExitCode {
+        if let Err(error) = leave_standard_streams(&self.bundle) {
+            // Where to say so is what could not be opened.
+            error!(%error, "leaving the standard streams");
+        }
+        crate::log::install(self.debug);
+        keep_memory_small();
+        if let Err(error) = be_spared_less() {
+            warn!(%error, "setting the shim's readiness to be killed");
+        }
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .max_blocking_threads(BLOCKING_THREADS)
+            .thread_keep_alive(Duration::from_secs(1))
+            .thread_stack_size(512 << 10)
+            .build();
+        // Namespaces and anchor before the first other thread exists.
+        let Self {
+            namespace,
+            id,
+            bundle,
+            spec,
+            facts,
+            listener,
+            events_address,
+            trace,
+            ..
+        } = self;
+        let seed = prepare(&namespace, id, bundle, spec, &facts, &trace);
+        match runtime {
+            Ok(runtime) => runtime.block_on(async {
+                let publisher = Publisher::new(&namespace, events_address.as_deref());
+                let sandbox = Sandbox::new(facts, publisher, trace, seed);
+                if let Err(error) = serve_task(listener, &sandbox).await {
+                    error!(%error, "serving the task API");
+                }
+                sandbox.clean_up().await;
+            }),
+            Err(error) => error!(%error, "starting the shim"),
+        }
+        ExitCode::SUCCESS
+    }
+}
+
+/// Make what the container needs that can be made before it is asked for.
+fn prepare(
+    namespace: &str,
+    id: String,
+    bundle: PathBuf,
+    spec: BundleSpec,
+    facts: &FactsFile,
+    trace: &Recorder,
+) -> Result<Seed, String> {
+    let words = |error: io::Error| error.to_string();
+    let installation = Installation::find().map_err(|error| error.to_string())?;
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let shape = spec::shape(&spec.view, cpus).map_err(|error| error.to_string())?;
+    mounts::enter_own_namespace().map_err(words)?;
+    mounts::make_export(&facts.export()).map_err(words)?;
+    trace.mark("file tree made");
+    let empty = Path::new(RUNTIME_DIRECTORY).join(".empty");
+    let anchor = Anchor::start(&empty, spec.view.network_namespace())
+        .map_err(|error| format!("starting the anchor of {namespace}/{id}: {error}"))?;
+    trace.mark("anchor started");
+    let cgroup = cgroup::choose(&spec.view.linux.cgroups_path, &id);
+    let oom_score_adj = spec
+        .view
+        .process
+        .oom_score_adj
+        .unwrap_or(0)
+        .clamp(-1000, 1000);
+    let plan = Plan {
+        installation,
+        shape,
+        cgroup,
+        oom_score_adj,
+    };
+    Ok(Seed {
+        id,
+        bundle,
+        spec,
+        anchor,
+        plan,
+    })
+}
+
+/// Serve until the sandbox is finished and its last answers are out.
+async fn serve_task(
+    listener: UnixListener,
+    sandbox: &std::sync::Arc<Sandbox>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    listener.set_nonblocking(true)?;
+    let listener = Listener::try_from(listener)?;
+    let mut server = Server::new()
+        .add_listener(listener)
+        .register_service(task::services(sandbox));
+    server.start().await?;
+    sandbox.wait_until_finished().await;
+    match tokio::time::timeout(ANSWER_LIMIT, server.shutdown()).await {
+        Ok(result) => Ok(result?),
+        // A client that waits for something that no longer comes.
+        Err(_) => Ok(()),
+    }
+}
+
+/// Standard input and output become `/dev/null`: containerd waits for their end. Standard error
+/// becomes the bundle's `log`, which containerd reads.
+fn leave_standard_streams(bundle: &Path) -> io::Result<()> {
+    let null: OwnedFd = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/null")?
+        .into();
+    dup2_stdin(&null)?;
+    dup2_stdout(&null)?;
+    // Never waited for: neither for a reader to open it nor for one to read.
+    let log: io::Result<File> = OpenOptions::new()
+        .write(true)
+        .custom_flags(OFlags::NONBLOCK.bits() as i32)
+        .open(bundle.join("log"));
+    match log {
+        Ok(log) => dup2_stderr(&log)?,
+        Err(_) => dup2_stderr(&null)?,
+    }
+    // The bundle is not to be kept busy.
+    std::env::set_current_dir("/")
+}
+
+/// One above what it was started with, as runc's shim: the containers' own score is the spec's.
+fn be_spared_less() -> io::Result<()> {
+    let path = "/proc/self/oom_score_adj";
+    let score: i32 = fs::read_to_string(path)?
+        .trim()
+        .parse()
+        .map_err(io::Error::other)?;
+    fs::write(path, (score + 1).min(1000).to_string())
+}
+
+/// One heap for all threads: each of its own would stay behind when the thread is gone.
+#[allow(unsafe_code)]
+fn keep_memory_small() {
+    // SAFETY: sets parameters of the allocator, while there is one thread.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, 64 << 10);
+    }
+}

@@ -1,0 +1,315 @@
+//! What exists on the host because of a sandbox, written down before it is made, so that any later
+//! process can remove it: `/run/thaw/<namespace>/<sandbox>/facts.json`.
+//!
+//! The file is replaced as a whole (`rename(2)`), so it is always one complete state. What ends by
+//! itself with the shim is not listed: mounts live in the shim's mount namespace, and VMM and anchor
+//! end when their sockets to the shim close. Their ids are noted so that `delete` need not wait for
+//! that.
+
+use std::collections::BTreeMap;
+use std::fs::{self, DirBuilder};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use crate::paths::RUNTIME_DIRECTORY;
+use crate::process_identity::ProcessIdentity;
+
+/// Counts up when the meaning of a field changes.
+const FORMAT: u32 = 1;
+
+/// Everything of one sandbox that outlives a killed shim.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Facts {
+    /// [`FORMAT`] of the writer.
+    pub format: u32,
+    /// containerd's namespace.
+    pub namespace: String,
+    /// Name of the sandbox.
+    pub sandbox: String,
+    /// Path of the socket on which the shim serves.
+    pub socket: PathBuf,
+    /// The shim; while it starts, the process that starts it.
+    pub shim: Option<ProcessIdentity>,
+    /// The VMM.
+    #[serde(default)]
+    pub vmm: Option<ProcessIdentity>,
+    /// The cgroup that the VMM is moved to.
+    #[serde(default)]
+    pub cgroup: Option<PathBuf>,
+    /// The containers, by id.
+    #[serde(default)]
+    pub containers: BTreeMap<String, ContainerFacts>,
+}
+
+/// One container of a sandbox, from before its creation until its deletion.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContainerFacts {
+    /// Its bundle.
+    pub bundle: PathBuf,
+    /// Its anchor, whose pid is the container's.
+    pub anchor: Option<ProcessIdentity>,
+    /// How it ended.
+    #[serde(default)]
+    pub exit: Option<Exit>,
+}
+
+/// How and when a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exit {
+    /// Exit status, 128 and the signal's number for one that was killed.
+    pub status: u32,
+    /// Nanoseconds since 1970.
+    pub at_ns: u64,
+}
+
+impl Exit {
+    /// `status`, now.
+    pub fn now(status: u32) -> Self {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        Self {
+            status,
+            at_ns: now.map_or(0, |now| now.as_nanos() as u64),
+        }
+    }
+}
+
+/// The status of a process that was killed: 128 and SIGKILL.
+pub const KILLED: u32 = 137;
+
+/// The directory of a sandbox and the facts in it.
+#[derive(Debug)]
+pub struct FactsFile {
+    directory: PathBuf,
+    facts: Mutex<Facts>,
+}
+
+impl FactsFile {
+    /// Make the directory of a sandbox (mode 0700) below `root` and write down `facts`. What an
+    /// earlier sandbox of that name left must have been removed.
+    pub fn create(root: &Path, mut facts: Facts) -> io::Result<Self> {
+        let directory = sandbox_directory(root, &facts.namespace, &facts.sandbox)?;
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&directory)?;
+        facts.format = FORMAT;
+        let file = Self {
+            directory,
+            facts: Mutex::new(facts),
+        };
+        file.update(|_| {})?;
+        Ok(file)
+    }
+
+    /// The facts in `directory`; `None` where there are none.
+    pub fn read(directory: &Path) -> io::Result<Option<Facts>> {
+        let path = directory.join(FILE);
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        serde_json::from_slice(&text).map(Some).map_err(|error| {
+            io::Error::new(
+                ErrorKind::InvalidData,
+                format!("{}: {error}", path.display()),
+            )
+        })
+    }
+
+    /// Change the facts and write them down. On an error the file is as it was.
+    pub fn update(&self, change: impl FnOnce(&mut Facts)) -> io::Result<()> {
+        let mut facts = self.facts.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut facts);
+        let text = serde_json::to_vec(&*facts).map_err(io::Error::other)?;
+        let unfinished = self.directory.join(UNFINISHED);
+        fs::write(&unfinished, text)?;
+        fs::rename(&unfinished, self.directory.join(FILE))
+    }
+
+    /// The facts as they are now.
+    pub fn get(&self) -> Facts {
+        self.facts
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// The sandbox's directory.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Where the file tree for the guest is mounted, in the shim's mount namespace.
+    pub fn export(&self) -> PathBuf {
+        self.directory.join(EXPORT)
+    }
+
+    /// Where the output of the guest's console goes.
+    pub fn console(&self) -> PathBuf {
+        self.directory.join(CONSOLE)
+    }
+}
+
+const FILE: &str = "facts.json";
+const UNFINISHED: &str = "facts.json.new";
+const EXPORT: &str = "export";
+const CONSOLE: &str = "console.log";
+
+/// The directory of all sandboxes.
+pub fn root() -> &'static Path {
+    Path::new(RUNTIME_DIRECTORY)
+}
+
+/// The directory of one sandbox. Names that are no names of one directory are refused: everything
+/// below is removed by such a path.
+pub fn sandbox_directory(root: &Path, namespace: &str, sandbox: &str) -> io::Result<PathBuf> {
+    for (what, name) in [("namespace", namespace), ("id", sandbox)] {
+        check_name(name).map_err(|why| {
+            io::Error::new(ErrorKind::InvalidInput, format!("{what} {name:?} {why}"))
+        })?;
+    }
+    Ok(root.join(namespace).join(sandbox))
+}
+
+/// containerd's own rule for namespaces and ids, without its bound on the length of the parts.
+fn check_name(name: &str) -> Result<(), &'static str> {
+    let first = name.bytes().next().ok_or("is empty")?;
+    if !first.is_ascii_alphanumeric() {
+        return Err("does not begin with a letter or digit");
+    }
+    if name.len() > 255 {
+        return Err("is longer than 255 characters");
+    }
+    if !name
+        .bytes()
+        .all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
+    {
+        return Err("has other characters than letters, digits, '_', '.' and '-'");
+    }
+    Ok(())
+}
+
+/// Remove the directory of a sandbox: exactly the files that belong there, and nothing through a
+/// mount. An error names what is in the way.
+pub fn remove_directory(directory: &Path) -> io::Result<()> {
+    let absent = |result: io::Result<()>, path: &Path| match result {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(io::Error::new(
+            error.kind(),
+            format!("removing {}: {error}", path.display()),
+        )),
+        _ => Ok(()),
+    };
+    // The facts go last but one: while they are there, another attempt can be made.
+    let export = directory.join(EXPORT);
+    absent(fs::remove_dir(&export), &export)?;
+    for name in [CONSOLE, UNFINISHED, FILE] {
+        let path = directory.join(name);
+        absent(fs::remove_file(&path), &path)?;
+    }
+    absent(fs::remove_dir(directory), directory)?;
+    // The namespace's directory, when it was the last sandbox of it.
+    if let Some(namespace) = directory.parent() {
+        let _ = fs::remove_dir(namespace);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts() -> Facts {
+        Facts {
+            namespace: "default".into(),
+            sandbox: "web".into(),
+            socket: "/run/containerd/s/0".into(),
+            shim: Some(ProcessIdentity {
+                pid: 7,
+                start_time: 8,
+            }),
+            ..Facts::default()
+        }
+    }
+
+    #[test]
+    fn test_facts_are_read_as_they_were_last_written() {
+        let root = tempfile::tempdir().unwrap();
+        let file = FactsFile::create(root.path(), facts()).unwrap();
+        let directory = root.path().join("default/web");
+        assert_eq!(file.directory(), directory);
+        file.update(|facts| {
+            facts.cgroup = Some("/sys/fs/cgroup/x".into());
+            let container = ContainerFacts {
+                bundle: "/b".into(),
+                ..Default::default()
+            };
+            facts.containers.insert("web".into(), container);
+        })
+        .unwrap();
+        let read = FactsFile::read(&directory).unwrap().unwrap();
+        assert_eq!(read, file.get());
+        assert_eq!(read.containers["web"].bundle, Path::new("/b"));
+        assert_eq!(read.format, FORMAT);
+    }
+
+    #[test]
+    fn test_only_what_belongs_there_is_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let file = FactsFile::create(root.path(), facts()).unwrap();
+        fs::create_dir(file.export()).unwrap();
+        fs::write(file.console(), "panic").unwrap();
+        fs::write(file.directory().join("precious"), "").unwrap();
+        let error = remove_directory(file.directory()).unwrap_err().to_string();
+        assert!(error.contains("default/web"), "{error}");
+        assert!(file.directory().join("precious").exists());
+
+        fs::remove_file(file.directory().join("precious")).unwrap();
+        remove_directory(file.directory()).unwrap();
+        assert!(!root.path().join("default").exists());
+        remove_directory(file.directory()).unwrap();
+    }
+
+    #[test]
+    fn test_a_full_export_is_left_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let file = FactsFile::create(root.path(), facts()).unwrap();
+        fs::create_dir_all(file.export().join("containers")).unwrap();
+        assert!(remove_directory(file.directory()).is_err());
+        assert!(file.export().join("containers").exists());
+        assert!(FactsFile::read(file.directory()).unwrap().is_some());
+    }
+
+    #[test]
+    fn test_names_that_lead_elsewhere_are_refused() {
+        for bad in ["", ".", "..", "a/b", ".templates", "a b", "-x"] {
+            assert!(
+                sandbox_directory(Path::new("/r"), "default", bad).is_err(),
+                "{bad:?}"
+            );
+            assert!(
+                sandbox_directory(Path::new("/r"), bad, "web").is_err(),
+                "{bad:?}"
+            );
+        }
+        let good = sandbox_directory(Path::new("/r"), "k8s.io", "0a_b-C.d").unwrap();
+        assert_eq!(good, Path::new("/r/k8s.io/0a_b-C.d"));
+    }
+
+    #[test]
+    fn test_damaged_facts_are_an_error_with_the_path() {
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join(FILE), "{").unwrap();
+        let error = FactsFile::read(root.path()).unwrap_err().to_string();
+        assert!(error.contains("facts.json"), "{error}");
+        assert!(
+            FactsFile::read(&root.path().join("none"))
+                .unwrap()
+                .is_none()
+        );
+    }
+}

@@ -1,0 +1,214 @@
+//! From a template to a guest that is itself and answers.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use rustix::rand::{GetRandomFlags, getrandom};
+use thaw_agent_api::agent::{ConfigureRequest, Mount};
+use thaw_agent_api::{CONTROL_PORT, SHARE};
+use thaw_vmm_control::{FILE_SYSTEM_TAG, Launch, Launched, Request, Shape};
+use tracing::{info, warn};
+
+use super::Sandbox;
+use crate::agent::Agent;
+use crate::cgroup;
+use crate::console::Console;
+use crate::error::TaskError;
+use crate::paths::{Installation, TEMPLATE_DIRECTORY};
+use crate::template::{Template, TemplateStore};
+use crate::vmm::{Vmm, VmmError};
+
+/// Bytes of entropy that a guest is given.
+const ENTROPY: usize = 64;
+
+/// Bytes of a clone's nonce.
+const NONCE: usize = 16;
+
+/// How to make the guest of a sandbox.
+#[derive(Debug)]
+pub struct Plan {
+    /// thaw's files.
+    pub installation: Installation,
+    /// vCPUs and memory.
+    pub shape: Shape,
+    /// The cgroup for the VMM, if it is to be moved.
+    pub cgroup: Option<PathBuf>,
+    /// The kernel's readiness to kill the VMM for memory.
+    pub oom_score_adj: i32,
+}
+
+impl From<VmmError> for TaskError {
+    fn from(error: VmmError) -> Self {
+        match error {
+            VmmError::Refused(words) => Self::Failed(words),
+            VmmError::Ended(_) | VmmError::OutOfTurn => Self::Unavailable(error.to_string()),
+        }
+    }
+}
+
+fn failed(error: impl std::fmt::Display) -> TaskError {
+    TaskError::Failed(error.to_string())
+}
+
+impl Sandbox {
+    /// Start the VMM and restore its guest from a template, vCPUs stopped. The two things that it
+    /// takes, the process and the template, are got at the same time.
+    pub(super) async fn restore(self: Arc<Self>, plan: Plan) -> Result<Arc<Vmm>, TaskError> {
+        let Plan {
+            installation,
+            shape,
+            cgroup,
+            oom_score_adj,
+        } = plan;
+        self.trace.change(|trace| trace.shape = shape.to_string());
+        let (program, root) = (installation.vmm.clone(), self.facts.export());
+        let launched = tokio::task::spawn_blocking(move || {
+            let log = std::io::stderr();
+            let launch = Launch {
+                program: &program,
+                root: &root,
+                network_namespace: None,
+                log: Some(log.as_fd()),
+            };
+            launch.start()
+        });
+        let template = tokio::task::spawn_blocking(move || {
+            TemplateStore::new(TEMPLATE_DIRECTORY).obtain(&installation, shape)
+        });
+        let launched = launched.await.map_err(failed)?.map_err(failed)?;
+        self.trace.mark("VMM started");
+        let vmm = self.adopt(launched, oom_score_adj)?;
+        let template = template.await.map_err(failed)?.map_err(failed)?;
+        self.trace.mark("template open");
+        let Template { state, memory, .. } = template;
+        vmm.order(Request::Restore, vec![state.into(), memory.into()])
+            .await?;
+        self.trace.mark("guest restored");
+        if let Some(path) = cgroup {
+            self.join_cgroup(path, vmm.identity().pid).await?;
+            self.trace.mark("in cgroup");
+        }
+        Ok(vmm)
+    }
+
+    /// Take over the VMM that was started.
+    fn adopt(&self, launched: Launched, oom_score_adj: i32) -> Result<Arc<Vmm>, TaskError> {
+        let vmm =
+            Arc::new(Vmm::new(launched, Console::new(&self.facts.console())).map_err(failed)?);
+        let identity = vmm.identity();
+        // Set once: a sandbox has one VMM.
+        let _ = self.vmm.set(vmm.clone());
+        self.note(|facts| facts.vmm = Some(identity));
+        let path = format!("/proc/{}/oom_score_adj", identity.pid);
+        if let Err(error) = std::fs::write(&path, oom_score_adj.to_string()) {
+            warn!(path, %error, "setting the VMM's readiness to be killed");
+        }
+        Ok(vmm)
+    }
+
+    /// After the VM was made, which is slow in a cgroup, and before its memory is touched, which is
+    /// charged where it is touched and never moved.
+    async fn join_cgroup(&self, path: PathBuf, pid: u32) -> Result<(), TaskError> {
+        self.facts
+            .update(|facts| facts.cgroup = Some(path.clone()))
+            .map_err(failed)?;
+        let joined = move || cgroup::make(&path).and_then(|()| cgroup::join(&path, pid));
+        tokio::task::spawn_blocking(joined)
+            .await
+            .map_err(failed)?
+            .map_err(failed)
+    }
+
+    /// Let the guest run, connect to its agent, and make it itself.
+    pub(super) async fn wake(&self, vmm: &Vmm, hostname: String) -> Result<Agent, TaskError> {
+        vmm.order(Request::Run, Vec::new()).await?;
+        self.trace.mark("vCPUs run");
+        let (ours, guests) = UnixStream::pair().map_err(failed)?;
+        let connect = Request::ConnectVsock { port: CONTROL_PORT };
+        vmm.order(connect, vec![OwnedFd::from(guests)]).await?;
+        let agent = Agent::new(ours).map_err(failed)?;
+        let request = identity(hostname).map_err(failed)?;
+        if let Err(error) = agent.configure(&request).await {
+            return Err(self.explain(vmm, error.into()).await);
+        }
+        self.trace.mark("guest configured");
+        Ok(agent)
+    }
+
+    /// `error` of a call to the agent: when the VM ended, that is the reason to tell.
+    pub(super) async fn explain(&self, vmm: &Vmm, error: TaskError) -> TaskError {
+        if !matches!(error, TaskError::Unavailable(_)) {
+            return error;
+        }
+        // A closed connection is seen before the end of the process that closed it.
+        let soon = std::time::Duration::from_millis(500);
+        let error = match tokio::time::timeout(soon, vmm.wait_for_end()).await {
+            Ok(reason) => TaskError::Unavailable(format!("the VM has ended: {reason}")),
+            Err(_) => error,
+        };
+        let console = vmm.last_words();
+        info!(%error, console, "the guest's agent does not answer");
+        error
+    }
+}
+
+/// What makes a guest another than all others of its template.
+fn identity(hostname: String) -> std::io::Result<ConfigureRequest> {
+    let mut request = ConfigureRequest::new();
+    request.nonce = random(NONCE)?;
+    request.entropy = random(ENTROPY)?;
+    request.hostname = if hostname.is_empty() {
+        host_name()
+    } else {
+        hostname
+    };
+    let mut share = Mount::new();
+    share.source = FILE_SYSTEM_TAG.to_owned();
+    share.target = SHARE.to_owned();
+    share.type_ = "virtiofs".to_owned();
+    request.mounts.push(share);
+    // Last, since it is the time of sending.
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    request.wall_time_ns = now.map_or(0, |now| now.as_nanos() as i64);
+    Ok(request)
+}
+
+fn host_name() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
+}
+
+fn random(length: usize) -> std::io::Result<Vec<u8>> {
+    let mut bytes = vec![0; length];
+    // Up to 256 bytes come whole once the kernel's generator is ready.
+    let count = getrandom(&mut bytes[..], GetRandomFlags::empty())?;
+    if count < length {
+        return Err(std::io::Error::other("the kernel gave too little entropy"));
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_no_two_guests_are_told_the_same() {
+        let (one, two) = (
+            identity("web".into()).unwrap(),
+            identity(String::new()).unwrap(),
+        );
+        assert_ne!(one.nonce, two.nonce);
+        assert_ne!(one.entropy, two.entropy);
+        assert_eq!(one.entropy.len(), 64);
+        assert_eq!(one.hostname, "web");
+        assert_eq!(two.hostname, host_name());
+        assert!(one.wall_time_ns > 1_600_000_000_000_000_000);
+        assert_eq!(one.mounts[0].target, SHARE);
+    }
+}

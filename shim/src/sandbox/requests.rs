@@ -1,0 +1,294 @@
+//! The other requests of the task service: starting, signals, what is asked about a container, its
+//! deletion.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use containerd_shim_protos::api::{
+    CloseIORequest, DeleteRequest, DeleteResponse, KillRequest, PauseRequest, ProcessInfo,
+    ResizePtyRequest, ResumeRequest, StartRequest, StateRequest, StateResponse, StatsRequest,
+    StatsResponse, UpdateTaskRequest, WaitRequest, WaitResponse,
+};
+use containerd_shim_protos::events::task::{TaskDelete, TaskPaused, TaskResumed, TaskStart};
+use containerd_shim_protos::topics::{
+    TASK_DELETE_EVENT_TOPIC, TASK_PAUSED_EVENT_TOPIC, TASK_RESUMED_EVENT_TOPIC,
+    TASK_START_EVENT_TOPIC,
+};
+use rustix::process::Signal;
+use tracing::debug;
+
+use super::Sandbox;
+use crate::container::Container;
+use crate::error::TaskError;
+use crate::facts::Exit;
+use crate::process::{Life, Process, timestamp};
+
+/// How long output may stand still before a deletion gives it up.
+const DELETE_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long a start may wait for the VMM's own times.
+const STATISTICS_LIMIT: Duration = Duration::from_secs(2);
+
+impl Sandbox {
+    /// Start the container or an exec. Returns its pid.
+    pub async fn start(self: Arc<Self>, request: StartRequest) -> Result<u32, TaskError> {
+        let container = self.container(&request.id)?;
+        if !request.exec_id.is_empty() {
+            return self.start_exec(container, &request.exec_id).await;
+        }
+        let init = &container.init;
+        let _starting = init.starting.lock().await;
+        if init.life() != Life::Created {
+            let text = format!("container {} was started before", container.id);
+            return Err(TaskError::FailedPrecondition(text));
+        }
+        self.trace.mark("Start received");
+        let agent = container.agent()?;
+        let inner = StartRequest {
+            id: request.id,
+            ..StartRequest::default()
+        };
+        if let Err(error) = agent.start(&inner).await {
+            return Err(self.explain(self.vmm()?, error.into()).await);
+        }
+        init.set_running();
+        self.trace.mark("container started");
+        let event = TaskStart {
+            container_id: container.id.clone(),
+            pid: container.pid(),
+            ..TaskStart::default()
+        };
+        self.publisher.publish(TASK_START_EVENT_TOPIC, &event);
+        tokio::spawn(self.clone().finish_trace());
+        Ok(container.pid())
+    }
+
+    /// Ask the VMM for its part of the start's trace and write it.
+    async fn finish_trace(self: Arc<Self>) {
+        if let Some(vmm) = self.vmm.get() {
+            match tokio::time::timeout(STATISTICS_LIMIT, vmm.statistics()).await {
+                Ok(Ok(statistics)) => self.trace.change(|trace| {
+                    trace.vmm = statistics.phases;
+                    trace.kvm = statistics.kvm;
+                    trace.file_requests = statistics.file_requests;
+                }),
+                // A container may end sooner than this.
+                Ok(Err(error)) => debug!(%error, "no counters of the VMM"),
+                Err(_) => debug!("no counters of the VMM in time"),
+            }
+        }
+        self.write_trace();
+    }
+
+    /// What a process is doing.
+    pub fn state(&self, request: &StateRequest) -> Result<StateResponse, TaskError> {
+        let container = self.container(&request.id)?;
+        let process = container.process(&request.exec_id)?;
+        let mut state = process.state();
+        state.id.clone_from(&container.id);
+        state.bundle = container.bundle.to_string_lossy().into_owned();
+        // An exec that was not started has no pid yet.
+        if request.exec_id.is_empty() || process.life() != Life::Created {
+            state.pid = container.pid();
+        }
+        Ok(state)
+    }
+
+    /// The pids of a container.
+    pub fn pids(&self, id: &str) -> Result<Vec<ProcessInfo>, TaskError> {
+        let container = self.container(id)?;
+        Ok(vec![ProcessInfo {
+            pid: container.pid(),
+            ..ProcessInfo::default()
+        }])
+    }
+
+    /// Wait until a process has ended.
+    pub async fn wait(&self, request: &WaitRequest) -> Result<WaitResponse, TaskError> {
+        let process = self.container(&request.id)?.process(&request.exec_id)?;
+        let exit = process.wait().await;
+        Ok(WaitResponse {
+            exit_status: exit.status,
+            exited_at: Some(timestamp(exit.at_ns)).into(),
+            ..WaitResponse::default()
+        })
+    }
+
+    /// Send a signal.
+    pub async fn kill(&self, request: KillRequest) -> Result<(), TaskError> {
+        let container = self.container(&request.id)?;
+        let process = container.process(&request.exec_id)?;
+        let finished = || TaskError::NotFound("process already finished".to_owned());
+        let init = request.exec_id.is_empty();
+        match process.life() {
+            Life::Stopped(_) => return Err(finished()),
+            Life::Created if !init => {
+                let text = format!("exec {} was not started", request.exec_id);
+                return Err(TaskError::FailedPrecondition(text));
+            }
+            _ => {}
+        }
+        let kill = request.signal == Signal::KILL.as_raw() as u32;
+        let Some(agent) = container.agent.get() else {
+            // It is being created: only an end to that makes sense.
+            if kill && let Some(vmm) = self.vmm.get() {
+                vmm.kill();
+                return Ok(());
+            }
+            return container.agent().map(drop);
+        };
+        let guest = KillRequest {
+            id: request.id,
+            exec_id: process.guest_id.clone(),
+            signal: request.signal,
+            all: request.all,
+            ..KillRequest::default()
+        };
+        match agent.kill(&guest).await.map_err(TaskError::from) {
+            Ok(_) => Ok(()),
+            // The guest is stuck: what was asked for can be done from outside.
+            Err(TaskError::Unavailable(reason)) if kill && init => {
+                debug!(reason, "killing the VM of a guest that does not answer");
+                self.vmm()?.kill();
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Delete the container, or an exec of it.
+    pub async fn delete(
+        self: Arc<Self>,
+        request: DeleteRequest,
+    ) -> Result<DeleteResponse, TaskError> {
+        let container = self.container(&request.id)?;
+        let exit = if request.exec_id.is_empty() {
+            self.delete_container(&container).await?
+        } else {
+            self.delete_exec(&container, &request.exec_id).await?
+        };
+        Ok(DeleteResponse {
+            pid: container.pid(),
+            exit_status: exit.status,
+            exited_at: Some(timestamp(exit.at_ns)).into(),
+            ..DeleteResponse::default()
+        })
+    }
+
+    async fn delete_container(&self, container: &Arc<Container>) -> Result<Exit, TaskError> {
+        container.agent()?;
+        let init = &container.init;
+        let exit = match init.life() {
+            Life::Stopped(exit) => exit,
+            Life::Created => {
+                self.vmm()?.kill();
+                init.wait().await
+            }
+            Life::Running | Life::Paused => {
+                return Err(TaskError::FailedPrecondition(format!(
+                    "cannot delete a running process: container {} has not ended",
+                    container.id
+                )));
+            }
+        };
+        self.release_streams(init).await;
+        self.tear_down().await;
+        // Of two deletions at the same time one finds it gone.
+        if self.lock_container().take().is_none() {
+            return Err(TaskError::NotFound(format!(
+                "container {} is deleted",
+                container.id
+            )));
+        }
+        self.note(|facts| drop(facts.containers.remove(&container.id)));
+        let event = TaskDelete {
+            container_id: container.id.clone(),
+            pid: container.pid(),
+            exit_status: exit.status,
+            exited_at: Some(timestamp(exit.at_ns)).into(),
+            ..TaskDelete::default()
+        };
+        self.publisher.publish(TASK_DELETE_EVENT_TOPIC, &event);
+        Ok(exit)
+    }
+
+    /// Deliver what output there still is, and let go of the streams.
+    pub(super) async fn release_streams(&self, process: &Process) {
+        if let Some(streams) = process.take_streams() {
+            streams.drain(DELETE_PATIENCE).await;
+        }
+    }
+
+    /// No more input comes for a process.
+    pub fn close_io(&self, request: &CloseIORequest) -> Result<(), TaskError> {
+        let process = self.container(&request.id)?.process(&request.exec_id)?;
+        if request.stdin {
+            process.close_stdin();
+        }
+        Ok(())
+    }
+
+    /// Set the size of a process' terminal.
+    pub async fn resize_pty(&self, mut request: ResizePtyRequest) -> Result<(), TaskError> {
+        let container = self.container(&request.id)?;
+        let process = container.process(&request.exec_id)?;
+        if !process.paths.terminal {
+            return Ok(());
+        }
+        if !request.exec_id.is_empty() {
+            container.exec(&request.exec_id)?.wait_prepared().await?;
+        }
+        request.exec_id.clone_from(&process.guest_id);
+        Ok(container.agent()?.resize_pty(&request).await.map(drop)?)
+    }
+
+    /// Freeze the container.
+    pub async fn pause(&self, id: &str) -> Result<(), TaskError> {
+        let container = self.container(id)?;
+        let request = PauseRequest {
+            id: id.to_owned(),
+            ..PauseRequest::default()
+        };
+        container.agent()?.pause(&request).await?;
+        container.init.set_paused();
+        let event = TaskPaused {
+            container_id: id.to_owned(),
+            ..TaskPaused::default()
+        };
+        self.publisher.publish(TASK_PAUSED_EVENT_TOPIC, &event);
+        Ok(())
+    }
+
+    /// Thaw the container.
+    pub async fn resume(&self, id: &str) -> Result<(), TaskError> {
+        let container = self.container(id)?;
+        let request = ResumeRequest {
+            id: id.to_owned(),
+            ..ResumeRequest::default()
+        };
+        container.agent()?.resume(&request).await?;
+        container.init.set_running();
+        let event = TaskResumed {
+            container_id: id.to_owned(),
+            ..TaskResumed::default()
+        };
+        self.publisher.publish(TASK_RESUMED_EVENT_TOPIC, &event);
+        Ok(())
+    }
+
+    /// Change the container's limits.
+    pub async fn update(&self, request: UpdateTaskRequest) -> Result<(), TaskError> {
+        let container = self.container(&request.id)?;
+        Ok(container.agent()?.update(&request).await.map(drop)?)
+    }
+
+    /// The container's counters.
+    pub async fn stats(&self, request: StatsRequest) -> Result<StatsResponse, TaskError> {
+        let container = self.container(&request.id)?;
+        if let Life::Stopped(_) = container.init.life() {
+            let text = format!("container {} has ended", container.id);
+            return Err(TaskError::NotFound(text));
+        }
+        Ok(container.agent()?.stats(&request).await?)
+    }
+}

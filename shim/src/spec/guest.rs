@@ -1,0 +1,95 @@
+//! The spec as the guest gets it: paths are the guest's, and what only means something on the host is
+//! gone.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+use thaw_agent_api::SHARE;
+
+/// The spec `json` of container `id` for the guest. `bind_mounts` are the indexes of its mounts whose
+/// sources have been put into the export.
+pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize]) -> Value {
+    let container = Path::new(SHARE).join("containers").join(id);
+    let text = |path: &Path| Value::from(path.to_string_lossy().into_owned());
+
+    if let Some(root) = object(&mut json, "root") {
+        root.insert("path".into(), text(&container.join("rootfs")));
+    }
+    if let Some(mounts) = json.get_mut("mounts").and_then(Value::as_array_mut) {
+        for index in bind_mounts {
+            if let Some(mount) = mounts.get_mut(*index).and_then(Value::as_object_mut) {
+                let source = container.join("mounts").join(index.to_string());
+                mount.insert("source".into(), text(&source));
+            }
+        }
+    }
+    if let Some(process) = object(&mut json, "process") {
+        // Profiles of the host's security modules; the guest's kernel has none loaded.
+        process.remove("apparmorProfile");
+        process.remove("selinuxLabel");
+    }
+    if let Some(linux) = object(&mut json, "linux") {
+        linux.remove("mountLabel");
+        linux.remove("intelRdt");
+        // The guest has a hierarchy of its own, and no systemd.
+        linux.insert("cgroupsPath".into(), json!(format!("/{id}")));
+        if let Some(namespaces) = linux.get_mut("namespaces").and_then(Value::as_array_mut) {
+            for namespace in namespaces.iter_mut().filter_map(Value::as_object_mut) {
+                // The anchor is in the one that was given; the guest makes its own.
+                namespace.remove("path");
+            }
+        }
+    }
+    json
+}
+
+fn object<'a>(json: &'a mut Value, name: &str) -> Option<&'a mut Map<String, Value>> {
+    json.get_mut(name)?.as_object_mut()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_host_s_paths_become_the_guest_s_and_the_rest_stays() {
+        let spec = json!({
+            "ociVersion": "1.1.0",
+            "root": { "path": "rootfs", "readonly": true },
+            "process": { "args": ["true"], "apparmorProfile": "a", "selinuxLabel": "s",
+                         "somethingNew": 1 },
+            "mounts": [
+                { "destination": "/proc", "type": "proc", "source": "proc" },
+                { "destination": "/data", "type": "bind", "source": "/srv", "options": ["rbind"] },
+            ],
+            "linux": {
+                "cgroupsPath": "system.slice:docker:x", "mountLabel": "m",
+                "namespaces": [{ "type": "network", "path": "/run/netns/x" }, { "type": "pid" }],
+            },
+        });
+        assert_eq!(
+            guest_spec(spec, "web", &[1]),
+            json!({
+                "ociVersion": "1.1.0",
+                "root": { "path": "/run/thaw/share/containers/web/rootfs", "readonly": true },
+                "process": { "args": ["true"], "somethingNew": 1 },
+                "mounts": [
+                    { "destination": "/proc", "type": "proc", "source": "proc" },
+                    { "destination": "/data", "type": "bind", "options": ["rbind"],
+                      "source": "/run/thaw/share/containers/web/mounts/1" },
+                ],
+                "linux": {
+                    "cgroupsPath": "/web",
+                    "namespaces": [{ "type": "network" }, { "type": "pid" }],
+                },
+            })
+        );
+    }
+
+    #[test]
+    fn test_a_spec_of_nothing_stays_one() {
+        assert_eq!(guest_spec(json!({}), "web", &[0]), json!({}));
+        let odd = json!({ "mounts": [null, 3], "linux": 7 });
+        assert_eq!(guest_spec(odd.clone(), "web", &[0, 1, 2]), odd);
+    }
+}

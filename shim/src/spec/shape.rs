@@ -1,0 +1,118 @@
+//! From a container's limits to the shape of its VM.
+
+use thaw_vmm_control::{InvalidShape, Shape};
+use thiserror::Error;
+
+use super::Spec;
+
+/// Memory of a guest that is the container's not to use: kernel, agent, page tables.
+const OVERHEAD: u64 = 64 << 20;
+
+/// Memory of a sandbox whose container has no limit, in MiB.
+const DEFAULT_MEMORY_MIB: u32 = 2048;
+
+/// vCPUs of a sandbox whose container has no limit.
+const DEFAULT_VCPUS: u8 = 2;
+
+/// The smallest memory class, in MiB.
+const SMALLEST_MIB: u64 = 128;
+
+/// The kernel's default for `cpu.period`, in microseconds.
+const DEFAULT_PERIOD: u64 = 100_000;
+
+/// Limits for which there is no shape.
+#[derive(Debug, Error)]
+#[error("config.json: linux.resources: {0}")]
+pub struct UnfitShape(#[from] InvalidShape);
+
+/// The shape for a container with this spec on a host of `host_cpus` CPUs: the smallest power of two
+/// of memory that holds limit and overhead, and a vCPU for each begun CPU of the quota.
+pub fn shape(spec: &Spec, host_cpus: usize) -> Result<Shape, UnfitShape> {
+    let resources = &spec.linux.resources;
+    let memory_mib = match resources.memory.limit.map(u64::try_from) {
+        Some(Ok(limit)) if limit > 0 => {
+            let mib = limit
+                .saturating_add(OVERHEAD)
+                .div_ceil(1 << 20)
+                .max(SMALLEST_MIB);
+            mib.checked_next_power_of_two()
+                .and_then(|mib| u32::try_from(mib).ok())
+        }
+        _ => Some(DEFAULT_MEMORY_MIB),
+    };
+    let most = u8::try_from(host_cpus)
+        .unwrap_or(u8::MAX)
+        .clamp(1, Shape::MAX_VCPUS);
+    let vcpus = match resources.cpu.quota.map(u64::try_from) {
+        Some(Ok(quota)) if quota > 0 => {
+            let period = resources.cpu.period.filter(|period| *period > 0);
+            let cpus = quota.div_ceil(period.unwrap_or(DEFAULT_PERIOD));
+            u8::try_from(cpus).unwrap_or(u8::MAX).min(most)
+        }
+        _ => DEFAULT_VCPUS.min(most),
+    };
+    // Out of range only where the limit is: the largest class is far above any host's memory.
+    Ok(Shape::new(vcpus, memory_mib.unwrap_or(u32::MAX))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits(memory: Option<i64>, quota: Option<i64>, period: Option<u64>) -> Spec {
+        let mut spec = Spec::default();
+        spec.linux.resources.memory.limit = memory;
+        spec.linux.resources.cpu.quota = quota;
+        spec.linux.resources.cpu.period = period;
+        spec
+    }
+
+    fn text(spec: &Spec, cpus: usize) -> String {
+        shape(spec, cpus).unwrap().to_string()
+    }
+
+    #[test]
+    fn test_no_limit_is_two_vcpus_or_the_host_s_and_2_gib() {
+        assert_eq!(text(&limits(None, None, None), 8), "2x2048M");
+        assert_eq!(text(&limits(None, None, None), 1), "1x2048M");
+        assert_eq!(
+            text(&limits(Some(-1), Some(-1), Some(100_000)), 8),
+            "2x2048M"
+        );
+        assert_eq!(text(&limits(Some(0), Some(0), None), 8), "2x2048M");
+    }
+
+    #[test]
+    fn test_memory_class_holds_limit_and_overhead() {
+        let memory = |mib: i64| text(&limits(Some(mib << 20), None, None), 8);
+        assert_eq!(memory(6), "2x128M");
+        assert_eq!(memory(64), "2x128M");
+        assert_eq!(memory(65), "2x256M");
+        assert_eq!(memory(192), "2x256M");
+        assert_eq!(memory(256), "2x512M");
+        assert_eq!(memory(960), "2x1024M");
+        assert_eq!(memory(961), "2x2048M");
+    }
+
+    #[test]
+    fn test_a_vcpu_for_each_begun_cpu_up_to_the_host_s() {
+        let cpu = |quota, period| text(&limits(None, Some(quota), period), 8);
+        assert_eq!(cpu(100_000, Some(100_000)), "1x2048M");
+        assert_eq!(cpu(150_000, None), "2x2048M");
+        assert_eq!(cpu(25_000, Some(10_000)), "3x2048M");
+        assert_eq!(cpu(1, Some(0)), "1x2048M");
+        assert_eq!(cpu(i64::MAX, Some(1)), "8x2048M");
+        assert_eq!(
+            text(&limits(None, Some(i64::MAX), Some(1)), 500),
+            "16x2048M"
+        );
+    }
+
+    #[test]
+    fn test_a_limit_above_every_class_is_refused_with_the_field() {
+        let error = shape(&limits(Some(i64::MAX), None, None), 2)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("linux.resources"), "{error}");
+    }
+}

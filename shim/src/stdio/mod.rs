@@ -1,0 +1,292 @@
+//! Standard streams of a process: between what containerd's client has opened, FIFOs as a rule, and a
+//! vsock connection of the guest for each.
+//!
+//! * Of an output FIFO the shim keeps both ends open: a client that goes away and comes back (a
+//!   restart of containerd) costs the container neither data nor an EPIPE, it only waits.
+//! * Of the input FIFO the shim keeps a writing end until it is told that no input comes any more
+//!   (`CloseIO`): the end of one writer is not the end of the stream. What was written before that
+//!   is still delivered, then the connection is half closed, which is the guest's end of file.
+//! * Data is moved when both sides are ready, through one buffer that all streams share; only what a
+//!   side does not take is kept for it. Nothing here ever blocks the thread.
+
+mod copy;
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::net::UnixStream as StdUnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::fs::OFlags;
+use thaw_agent_api::{StreamHeader, stream_uri};
+use tokio::net::UnixStream;
+use tokio::task::JoinHandle;
+
+use copy::{Sink, Source};
+
+/// Where a process' streams go, as containerd's request names them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Paths {
+    /// Standard input; empty for none.
+    pub stdin: String,
+    /// Standard output; empty for none.
+    pub stdout: String,
+    /// Standard error; empty for none, and with a terminal.
+    pub stderr: String,
+    /// Whether the process has a terminal, which is input and output.
+    pub terminal: bool,
+}
+
+/// The host's side of a process' streams, opened.
+#[derive(Debug)]
+pub struct Stdio {
+    stdin: Option<Input>,
+    stdout: Option<Output>,
+    stderr: Option<Output>,
+}
+
+#[derive(Debug)]
+struct Input {
+    source: Source,
+    /// Keeps the FIFO from ending.
+    hold: Option<File>,
+}
+
+#[derive(Debug)]
+struct Output {
+    sink: Sink,
+    /// Keeps the FIFO from breaking.
+    hold: Option<File>,
+}
+
+impl Stdio {
+    /// Open the host's side. FIFOs exist already; nothing here waits for their other ends.
+    pub fn open(paths: &Paths) -> io::Result<Self> {
+        let output = |uri: &str| -> io::Result<Option<Output>> {
+            local_path(uri)?
+                .map(open_output)
+                .transpose()
+                .map_err(|error| named(uri, &error))
+        };
+        let stdin = local_path(&paths.stdin)?.map(open_input).transpose();
+        let stdin = stdin.map_err(|error| named(&paths.stdin, &error))?;
+        let stdout = output(&paths.stdout)?;
+        let stderr = if paths.terminal {
+            None
+        } else {
+            output(&paths.stderr)?
+        };
+        Ok(Self {
+            stdin,
+            stdout,
+            stderr,
+        })
+    }
+
+    /// Give each stream an id, from `next_id` on, and make its connection.
+    pub fn connect(self, next_id: &AtomicU64) -> io::Result<Connections> {
+        let streams = Arc::new(Streams::default());
+        let mut connections = Connections {
+            streams: streams.clone(),
+            guest_ends: Vec::new(),
+            uris: [String::new(), String::new(), String::new()],
+        };
+        if let Some(Input { source, hold }) = self.stdin {
+            let stream = connections.add(0, next_id)?;
+            *streams.lock_hold() = hold.map(OwnedFd::from);
+            let task = tokio::spawn(copy::to_guest(source, stream));
+            *streams.stdin.lock().unwrap_or_else(PoisonError::into_inner) = Some(task);
+        }
+        for (index, output) in [(1, self.stdout), (2, self.stderr)] {
+            let Some(Output { sink, hold }) = output else {
+                continue;
+            };
+            let stream = connections.add(index, next_id)?;
+            let moved = streams.moved.clone();
+            let task = tokio::spawn(async move {
+                copy::from_guest(stream, sink, &moved).await;
+                // Until here, so that the FIFO has had a reader all the time.
+                drop(hold);
+            });
+            streams
+                .outputs
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(task);
+        }
+        Ok(connections)
+    }
+}
+
+/// Streams whose host side runs, and the ends that the guest is to have.
+#[derive(Debug)]
+pub struct Connections {
+    /// The running copies.
+    pub streams: Arc<Streams>,
+    /// One descriptor for each stream, to be connected to the agent's stream port.
+    pub guest_ends: Vec<OwnedFd>,
+    uris: [String; 3],
+}
+
+impl Connections {
+    fn add(&mut self, index: usize, next_id: &AtomicU64) -> io::Result<UnixStream> {
+        let id = next_id.fetch_add(1, Ordering::Relaxed);
+        let (mut host, guest) = StdUnixStream::pair()?;
+        host.write_all(&StreamHeader { id }.encode())?;
+        host.set_nonblocking(true)?;
+        self.guest_ends.push(guest.into());
+        self.uris[index] = stream_uri(id);
+        UnixStream::from_std(host)
+    }
+
+    /// How a request to the agent names the streams: standard input, output, error.
+    pub fn uris(&self) -> [String; 3] {
+        self.uris.clone()
+    }
+}
+
+/// The running copies of one process' streams. Dropping it ends them.
+#[derive(Debug, Default)]
+pub struct Streams {
+    hold: Mutex<Option<OwnedFd>>,
+    stdin: Mutex<Option<JoinHandle<()>>>,
+    outputs: Mutex<Vec<JoinHandle<()>>>,
+    /// Bytes of output moved so far.
+    moved: Arc<AtomicU64>,
+}
+
+impl Streams {
+    /// No input comes any more: what is in the FIFO is delivered, then the guest sees end of file.
+    pub fn close_stdin(&self) {
+        drop(self.lock_hold().take());
+    }
+
+    /// Wait until all output has reached where it goes. `false` when nothing has moved for
+    /// `patience` before that, which is how a reader that is gone looks.
+    pub async fn drain(&self, patience: Duration) -> bool {
+        // Nobody reads it any more, and its copy would hold the client's FIFO.
+        self.close_stdin();
+        if let Some(stdin) = self
+            .stdin
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+        {
+            stdin.abort();
+        }
+        loop {
+            let before = self.moved.load(Ordering::Relaxed);
+            if tokio::time::timeout(patience, self.outputs_done())
+                .await
+                .is_ok()
+            {
+                return true;
+            }
+            if self.moved.load(Ordering::Relaxed) == before {
+                return false;
+            }
+        }
+    }
+
+    /// May be dropped and called again.
+    async fn outputs_done(&self) {
+        std::future::poll_fn(|context| {
+            let mut outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
+            outputs.retain_mut(|task| std::pin::Pin::new(task).poll(context).is_pending());
+            if outputs.is_empty() {
+                std::task::Poll::Ready(())
+            } else {
+                std::task::Poll::Pending
+            }
+        })
+        .await;
+    }
+
+    fn lock_hold(&self) -> std::sync::MutexGuard<'_, Option<OwnedFd>> {
+        self.hold.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        let stdin = self
+            .stdin
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        let outputs = self
+            .outputs
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .drain(..);
+        for task in stdin.into_iter().chain(outputs) {
+            task.abort();
+        }
+    }
+}
+
+/// The path that a stream's URI means; `None` for no stream.
+fn local_path(uri: &str) -> io::Result<Option<&str>> {
+    match uri.split_once("://") {
+        _ if uri.is_empty() => Ok(None),
+        None | Some(("", _)) => Ok(Some(uri.trim_start_matches("://"))),
+        Some(("fifo" | "file", path)) => Ok(Some(path)),
+        Some((scheme, _)) => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            format!("stream {uri:?}: {scheme}:// is not supported, only FIFOs and file:// are"),
+        )),
+    }
+}
+
+fn open_input(path: &str) -> io::Result<Input> {
+    let file = open(path, OpenOptions::new().read(true))?;
+    if !is_fifo(&file)? {
+        return Ok(Input {
+            source: Source::file(file),
+            hold: None,
+        });
+    }
+    let hold = open(path, OpenOptions::new().write(true))?;
+    Ok(Input {
+        source: Source::pipe(file)?,
+        hold: Some(hold),
+    })
+}
+
+fn open_output(path: &str) -> io::Result<Output> {
+    let fifo = std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo());
+    if !fifo {
+        let file = open(path, OpenOptions::new().append(true).create(true))?;
+        return Ok(Output {
+            sink: Sink::file(file),
+            hold: None,
+        });
+    }
+    // The reading end first: without a reader the other cannot be opened.
+    let hold = open(path, OpenOptions::new().read(true))?;
+    let file = open(path, OpenOptions::new().write(true))?;
+    Ok(Output {
+        sink: Sink::pipe(file)?,
+        hold: Some(hold),
+    })
+}
+
+fn open(path: &str, options: &mut OpenOptions) -> io::Result<File> {
+    options
+        .custom_flags(OFlags::NONBLOCK.bits() as i32)
+        .open(path)
+}
+
+fn is_fifo(file: &File) -> io::Result<bool> {
+    Ok(file.metadata()?.file_type().is_fifo())
+}
+
+fn named(uri: &str, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("opening stream {uri:?}: {error}"))
+}
+
+#[cfg(test)]
+mod tests;
