@@ -1,0 +1,81 @@
+# thaw: build, install, try, test. `make demo` and `make test` are all that a fresh machine needs.
+
+PREFIX ?= /usr/local
+DESTDIR ?=
+export THAW_CACHE ?= /var/cache/thaw
+
+TARGET := target/x86_64-unknown-linux-gnu
+RELEASE := $(TARGET)/release
+# What is run without being installed: an installed tree of its own, which may lie anywhere.
+export THAW_STAGE := $(CURDIR)/target/stage
+# The end-to-end tests run where guests can: cargo hands their program to tests/run.
+E2E := CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$(CURDIR)/tests/run \
+	cargo test --profile e2e -p thaw-tests
+
+.PHONY: all help setup kernel build install stage demo lint unit e2e e2e-runc test test-long soak bench
+
+all: build
+
+help:
+	@sed -n 's/^#: //p' Makefile
+
+#: make demo       from nothing to the output of a container in a restored microVM
+demo: setup stage
+	tests/demo/run
+
+#: make test       set-up, formatting, lints, unit tests, end-to-end tests
+test: setup lint unit e2e
+
+#: make test-long  the end-to-end tests that take longer than the others
+test-long: setup stage
+	$(E2E) -- --ignored
+
+#: make soak       start and end containers for an hour (MINUTES=60) and look for what is left
+soak: setup stage
+	THAW_SOAK_MINUTES=$(or $(MINUTES),60) THAW_TIME_LIMIT=$$((60 * ($(or $(MINUTES),60) + 30))) $(E2E) --features soak -- soak
+
+#: make bench      the clocks, beside runc in the same run; figures also in target/bench
+bench: setup stage
+	mkdir -p target/bench
+	cargo build --release -p thaw-benches
+	tests/run -r target/bench $(RELEASE)/thaw-bench
+
+#: make setup      install the packages that building and testing need (Debian 12 or 13, as root)
+setup:
+	packaging/setup
+
+#: make build      the programs, the guest kernel and the initramfs
+build: kernel
+	cargo build --release -p thaw-vmm -p thaw-agent -p thaw-shim
+	packaging/guest/build $(RELEASE)/thaw-agent target/guest/initramfs
+
+# Built once a machine, outside of the work tree.
+kernel:
+	vmlinux=$$(packaging/kernel/build) && install -D -m 644 "$$vmlinux" target/guest/vmlinux
+
+#: make install    put everything below $(DESTDIR)$(PREFIX); the tree can be moved afterwards
+install: build
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/libexec/thaw $(DESTDIR)$(PREFIX)/share/thaw
+	install -m 755 $(RELEASE)/containerd-shim-thaw-v2 $(RELEASE)/thaw $(DESTDIR)$(PREFIX)/bin/
+	install -m 755 $(RELEASE)/thaw-vmm $(DESTDIR)$(PREFIX)/libexec/thaw/
+	install -m 644 target/guest/vmlinux target/guest/initramfs $(DESTDIR)$(PREFIX)/share/thaw/
+
+stage:
+	$(MAKE) --no-print-directory install DESTDIR= PREFIX=$(THAW_STAGE)
+
+#: make lint       rustfmt and clippy, without warnings
+lint:
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+
+#: make unit       the tests that need no guest
+unit:
+	cargo test --workspace --exclude thaw-tests --exclude thaw-benches
+
+#: make e2e        the end-to-end tests, on real containerd; T=run:: picks those whose name has it
+e2e: stage
+	$(E2E) -- $(T)
+
+#: make e2e-runc   those end-to-end tests that hold for every runtime, with runc: a test of the tests
+e2e-runc:
+	THAW_RUNTIME=io.containerd.runc.v2 $(E2E) -- any_runtime
