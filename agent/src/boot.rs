@@ -18,6 +18,9 @@ use thiserror::Error;
 
 use crate::sys;
 
+/// The agent's program, as the kernel starts it from the initramfs.
+pub const PROGRAM: &str = "/init";
+
 /// The files a process may have open, soft and hard, unless its spec says otherwise.
 pub const OPEN_FILES: (u64, u64) = (1024, 524_288);
 

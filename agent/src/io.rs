@@ -4,7 +4,6 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{
     AddressFamily, Backlog, Shutdown, SockFlag, SockType, SockaddrLike, UnixAddr, VsockAddr,
     accept4, bind, listen, shutdown, socket,
@@ -21,10 +20,7 @@ pub struct Stream(AsyncFd<OwnedFd>);
 impl Stream {
     /// Registers a socket, pipe or terminal; it becomes non-blocking.
     pub fn new(fd: OwnedFd) -> io::Result<Self> {
-        let flags = OFlag::from_bits_retain(fcntl(&fd, FcntlArg::F_GETFL)?);
-        if !flags.contains(OFlag::O_NONBLOCK) {
-            fcntl(&fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-        }
+        sys::set_nonblocking(&fd)?;
         Ok(Self(sys::register(fd)?))
     }
 

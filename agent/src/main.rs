@@ -6,26 +6,44 @@
 // The Rust runtime's own start-up aborts when descriptors 0 to 2 are closed and there is no
 // /dev/null yet, which is how a kernel may start its first process.
 #![cfg_attr(not(test), no_main)]
-#![allow(dead_code)] // until the task service is in
-
 mod boot;
+mod cgroup;
+mod container;
+mod engine;
+mod exits;
+mod helper;
 mod identity;
 mod io;
+mod launch;
+mod memory;
+mod process;
+mod protocol;
 mod sandbox;
+mod stats;
 mod status;
+mod stdio;
+mod streams;
 mod sys;
+mod task;
+mod warm;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use thaw_agent_api::agent_ttrpc::create_sandbox;
 use thaw_agent_api::{CONTROL_PORT, STREAM_PORT};
-use tracing::error;
+use tracing::{error, info};
 use tracing_subscriber::filter::LevelFilter;
 
+use crate::engine::{Engine, Layout};
+use crate::exits::Exits;
 use crate::io::Listener;
+use crate::memory::MemoryWatch;
+use crate::protocol::{HELPER_NAME, NOTHING_NAME};
 use crate::sandbox::SandboxService;
+use crate::streams::StreamTable;
+use crate::task::TaskService;
 
 /// Where the agent listens.
 enum Place {
@@ -43,12 +61,24 @@ extern "C" fn main(_: libc::c_int, _: *const *const libc::c_char) -> libc::c_int
     libc::c_int::from(run() != ExitCode::SUCCESS)
 }
 
+#[cfg_attr(test, allow(dead_code))] // called by the program only
 fn run() -> ExitCode {
-    sys::ignore_sigpipe();
     let arguments: Vec<String> = std::env::args_os()
         .map(|argument| argument.to_string_lossy().into_owned())
         .collect();
-    let place = match &arguments[..] {
+    let name = arguments
+        .first()
+        .map_or("", |path| path.rsplit('/').next().unwrap_or(path));
+    match name {
+        HELPER_NAME => helper::run(),
+        NOTHING_NAME => ExitCode::SUCCESS,
+        _ => be_agent(&arguments),
+    }
+}
+
+fn be_agent(arguments: &[String]) -> ExitCode {
+    sys::ignore_sigpipe();
+    let place = match arguments {
         [_, flag, place] if flag == "--listen" && place.starts_with("unix:") => {
             Place::Directory(PathBuf::from(&place["unix:".len()..]))
         }
@@ -98,22 +128,43 @@ fn log_to_stderr() {
 
 /// Serves until the end of the guest.
 async fn serve(place: Place) -> Result<(), Box<dyn std::error::Error>> {
-    let (streams, control) = match &place {
+    let children = exits::child_signal()?;
+    let (layout, listener, control) = match &place {
         Place::Guest => (
+            Layout::prepare(
+                PathBuf::from(boot::PROGRAM),
+                Path::new("/run/thaw"),
+                "/thaw",
+            )?,
             Listener::vsock(STREAM_PORT)?,
             format!("vsock://-1:{CONTROL_PORT}"),
         ),
         Place::Directory(directory) => (
+            Layout::prepare(
+                PathBuf::from("/proc/self/exe"),
+                directory,
+                &format!("/thaw-{}", std::process::id()),
+            )?,
             Listener::unix(&directory.join("stream"))?,
             format!("unix://{}", directory.join("control").display()),
         ),
     };
+    let (exits, streams) = (Arc::new(Exits::default()), Arc::new(StreamTable::default()));
+    let memory = Arc::new(MemoryWatch::default());
+    let engine = Engine::new(
+        layout,
+        Arc::clone(&exits),
+        Arc::clone(&streams),
+        Arc::clone(&memory),
+    );
+    let engine = Arc::new(engine);
+    let sandbox = SandboxService::new(Arc::clone(&engine), memory);
     let mut server = ttrpc::asynchronous::Server::new()
         .bind(&control)?
-        .register_service(create_sandbox(Arc::new(SandboxService::default())));
+        .register_service(create_sandbox(Arc::new(sandbox)))
+        .register_service(TaskService::register(engine));
     server.start().await?;
-    tracing::info!("listening");
-    loop {
-        let _ = streams.accept().await?;
-    }
+    info!("listening");
+    tokio::join!(exits.reap(children), streams.serve(listener));
+    Ok(())
 }

@@ -1,22 +1,46 @@
 //! The agent's own service: identity, facts, template builds, events.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use nix::sys::utsname::uname;
 use nix::time::{ClockId, clock_gettime};
-use thaw_agent_api::agent::{ConfigureRequest, ConfigureResponse, InfoRequest, InfoResponse};
+use thaw_agent_api::agent::{
+    ConfigureRequest, ConfigureResponse, Event, EventsRequest, InfoRequest, InfoResponse,
+    OutOfMemory, QuiesceRequest, QuiesceResponse,
+};
 use thaw_agent_api::agent_ttrpc::Sandbox;
-use ttrpc::asynchronous::TtrpcContext;
+use tokio::sync::broadcast::error::RecvError;
+use ttrpc::asynchronous::{ServerStreamSender, TtrpcContext};
 
+use crate::engine::Engine;
 use crate::identity::Identity;
+use crate::memory::MemoryWatch;
 use crate::status::Refusal;
+use crate::warm::{give_memory_back, warm_up};
 
 /// The service.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct SandboxService {
-    identity: Arc<Mutex<Identity>>,
+    identity: Mutex<Identity>,
+    engine: Arc<Engine>,
+    memory: Arc<MemoryWatch>,
+}
+
+impl SandboxService {
+    /// For a guest that has not been configured.
+    pub fn new(engine: Arc<Engine>, memory: Arc<MemoryWatch>) -> Self {
+        Self {
+            identity: Mutex::default(),
+            engine,
+            memory,
+        }
+    }
+
+    fn identity(&self) -> MutexGuard<'_, Identity> {
+        self.identity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 #[async_trait]
@@ -26,10 +50,7 @@ impl Sandbox for SandboxService {
         _: &TtrpcContext,
         request: ConfigureRequest,
     ) -> ttrpc::Result<ConfigureResponse> {
-        self.identity
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .configure(&request)?;
+        self.identity().configure(&request)?;
         Ok(ConfigureResponse::new())
     }
 
@@ -41,13 +62,37 @@ impl Sandbox for SandboxService {
             agent_version: env!("CARGO_PKG_VERSION").into(),
             kernel_release: kernel.release().to_string_lossy().into_owned(),
             monotonic_ns: i64::try_from(Duration::from(monotonic).as_nanos()).unwrap_or(i64::MAX),
-            nonce: self
-                .identity
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .nonce()
-                .to_vec(),
+            nonce: self.identity().nonce().to_vec(),
             ..Default::default()
         })
+    }
+
+    async fn quiesce(&self, _: &TtrpcContext, _: QuiesceRequest) -> ttrpc::Result<QuiesceResponse> {
+        warm_up(&self.engine).await?;
+        give_memory_back()
+            .map_err(|error| Refusal::failed(format!("give memory back: {error}")))?;
+        Ok(QuiesceResponse::new())
+    }
+
+    async fn events(
+        &self,
+        _: &TtrpcContext,
+        _: EventsRequest,
+        stream: ServerStreamSender<Event>,
+    ) -> ttrpc::Result<()> {
+        let mut kills = self.memory.subscribe();
+        loop {
+            let container_id = match kills.recv().await {
+                Ok(id) => id,
+                Err(RecvError::Lagged(_)) => continue,
+                Err(RecvError::Closed) => return Ok(()),
+            };
+            let mut event = Event::new();
+            event.set_out_of_memory(OutOfMemory {
+                container_id,
+                ..Default::default()
+            });
+            stream.send(&event).await?;
+        }
     }
 }

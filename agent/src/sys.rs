@@ -4,7 +4,9 @@ use std::io;
 use std::mem;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 /// `linux/random.h`: `_IOW('R', 0x03, int[2])`.
@@ -132,12 +134,6 @@ pub fn trim_heap() {
     unsafe { libc::malloc_trim(0) };
 }
 
-/// Restores the default action of SIGPIPE, which programs expect to be born with.
-pub fn default_sigpipe() {
-    // SAFETY: SIG_DFL runs no code of ours.
-    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
-}
-
 /// Ignores SIGPIPE, so that writes to a closed peer fail with EPIPE.
 pub fn ignore_sigpipe() {
     // SAFETY: SIG_IGN runs no code of ours.
@@ -177,6 +173,21 @@ pub fn own(fd: RawFd) -> OwnedFd {
 pub fn register(fd: OwnedFd) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd stays open, and the same, until it is dropped together with the AsyncFd.
     unsafe { AsyncFd::register(fd) }.map_err(Into::into)
+}
+
+/// Like [`register`], for one kind of readiness.
+pub fn register_for(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: as in register.
+    unsafe { AsyncFd::register_with_interest(fd, interest) }.map_err(Into::into)
+}
+
+/// Makes reads and writes return at once.
+pub fn set_nonblocking(fd: impl AsFd) -> io::Result<()> {
+    let flags = OFlag::from_bits_retain(fcntl(&fd, FcntlArg::F_GETFL)?);
+    if !flags.contains(OFlag::O_NONBLOCK) {
+        fcntl(&fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+    }
+    Ok(())
 }
 
 fn check(result: libc::c_int) -> io::Result<()> {

@@ -1,0 +1,308 @@
+//! The runtime spec: what of it is carried out as it is, what is changed for the guest, what is
+//! dropped, and what is refused by name.
+//!
+//! This works on the JSON, not on a typed spec, so that nothing a client wrote is lost before it
+//! has been looked at.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+use tracing::debug;
+
+use crate::status::Refusal;
+
+/// Fields that mean something on a host only: the guest's kernel has neither module, and the wall
+/// between host and container is the VM. Dropped.
+const DROPPED: [&str; 3] = [
+    "/process/apparmorProfile",
+    "/process/selinuxLabel",
+    "/linux/mountLabel",
+];
+
+/// Fields that the agent cannot do. Refused unless empty.
+const REFUSED: [&str; 19] = [
+    "/hooks/prestart",
+    "/hooks/createRuntime",
+    "/hooks/createContainer",
+    "/hooks/startContainer",
+    "/hooks/poststart",
+    "/hooks/poststop",
+    "/linux/uidMappings",
+    "/linux/gidMappings",
+    "/linux/intelRdt",
+    "/linux/netDevices",
+    "/linux/seccomp/listenerPath",
+    "/linux/seccomp/listenerMetadata",
+    "/linux/resources/rdma",
+    "/linux/resources/network",
+    "/linux/personality/flags",
+    "/solaris",
+    "/windows",
+    "/vm",
+    "/zos",
+];
+
+/// Capability sets of a process, by their names in the spec.
+const CAPABILITY_SETS: [&str; 5] = [
+    "bounding",
+    "effective",
+    "inheritable",
+    "permitted",
+    "ambient",
+];
+
+/// A spec that has been checked and changed, and what of it is not libcontainer's to do.
+#[derive(Debug)]
+pub struct Adapted {
+    /// For libcontainer.
+    pub spec: Value,
+    /// Settings of the guest's network, file name below `/proc/sys` to value.
+    pub network_settings: BTreeMap<String, String>,
+    /// What concerns the first process.
+    pub process: ProcessFacts,
+}
+
+/// What the helper itself needs to know of a process.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct ProcessFacts {
+    /// Its user id.
+    pub uid: u32,
+    /// Its group id.
+    pub gid: u32,
+    /// Rows and columns of its terminal, where the spec has them.
+    pub window: Option<(u16, u16)>,
+}
+
+/// Checks and changes a container's spec.
+pub fn adapt(mut spec: Value, cgroup: &str, terminal: bool) -> Result<Adapted, Refusal> {
+    for pointer in REFUSED {
+        if spec.pointer(pointer).is_some_and(|value| !is_empty(value)) {
+            return Err(unsupported(&dotted(pointer)));
+        }
+    }
+    for pointer in DROPPED {
+        drop_field(&mut spec, pointer);
+    }
+    for pointer in [
+        "/hooks",
+        "/solaris",
+        "/windows",
+        "/vm",
+        "/zos",
+        "/linux/intelRdt",
+    ] {
+        remove(&mut spec, pointer);
+    }
+    check_mounts(&spec)?;
+    check_root(&spec)?;
+    if !spec.get("linux").is_some_and(Value::is_object) {
+        return Err(Refusal::invalid("linux: missing in the spec"));
+    }
+    adapt_namespaces(&mut spec["linux"])?;
+    let network_settings = take_network_settings(&mut spec["linux"])?;
+    spec["linux"]["cgroupsPath"] = json!(cgroup);
+    let process = spec
+        .get_mut("process")
+        .filter(|process| process.is_object());
+    let process = process.ok_or_else(|| Refusal::invalid("process: missing in the spec"))?;
+    let facts = adapt_process(process, terminal)?;
+    Ok(Adapted {
+        spec,
+        network_settings,
+        process: facts,
+    })
+}
+
+/// Checks and changes the description of a process: the first of a container, or an exec's.
+pub fn adapt_process(process: &mut Value, terminal: bool) -> Result<ProcessFacts, Refusal> {
+    for field in ["/apparmorProfile", "/selinuxLabel"] {
+        drop_field(process, field);
+    }
+    let arguments = process.get("args").and_then(Value::as_array);
+    if arguments.is_none_or(|arguments| arguments.is_empty()) {
+        return Err(Refusal::invalid("process.args: must not be empty"));
+    }
+    process["terminal"] = json!(terminal);
+    // libcontainer asks whether the field is there, not what it says, to decide when the seccomp
+    // filter is installed; later than the capabilities go, it would need this field to be true.
+    if process.get("noNewPrivileges") == Some(&json!(false)) {
+        remove(process, "/noNewPrivileges");
+    }
+    // Without this libcontainer would leave the process every capability there is.
+    let capabilities = &mut process["capabilities"];
+    if !capabilities.is_object() {
+        *capabilities = json!({});
+    }
+    for set in CAPABILITY_SETS {
+        if !capabilities[set].is_array() {
+            capabilities[set] = json!([]);
+        }
+    }
+    let id = |field: &str| -> Result<u32, Refusal> {
+        let value = process.pointer(&format!("/user/{field}"));
+        let id = value
+            .map_or(Some(0), Value::as_u64)
+            .and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| Refusal::invalid(format!("process.user.{field}: not an id")))
+    };
+    let side = |field: &str| {
+        let value = process
+            .pointer(&format!("/consoleSize/{field}"))
+            .and_then(Value::as_u64);
+        value
+            .and_then(|side| u16::try_from(side).ok())
+            .filter(|side| *side != 0)
+    };
+    Ok(ProcessFacts {
+        uid: id("uid")?,
+        gid: id("gid")?,
+        window: side("height").zip(side("width")),
+    })
+}
+
+/// Fills in what an exec takes over from the container's first process where it says nothing.
+pub fn inherit(process: &mut Value, container: &Value) {
+    for field in ["capabilities", "rlimits"] {
+        if process.get(field).is_none_or(Value::is_null)
+            && let Some(value) = container.pointer(&format!("/process/{field}"))
+        {
+            process[field] = value.clone();
+        }
+    }
+}
+
+/// Whether a process description asks for `no_new_privs`.
+pub fn no_new_privileges(process: &Value) -> bool {
+    process.get("noNewPrivileges") == Some(&json!(true))
+}
+
+/// Adds capabilities to what the process has and may have.
+pub fn add_capabilities(process: &mut Value, added: &[&str]) {
+    for set in ["bounding", "effective", "permitted"] {
+        if let Some(list) = process["capabilities"][set].as_array_mut() {
+            list.extend(added.iter().map(|name| json!(name)));
+        }
+    }
+}
+
+fn check_root(spec: &Value) -> Result<(), Refusal> {
+    match spec.pointer("/root/path").and_then(Value::as_str) {
+        Some(path) if path.starts_with('/') => Ok(()),
+        _ => Err(Refusal::invalid("root.path: not an absolute path")),
+    }
+}
+
+fn check_mounts(spec: &Value) -> Result<(), Refusal> {
+    let mounts = spec.get("mounts").and_then(Value::as_array);
+    for (index, mount) in mounts.into_iter().flatten().enumerate() {
+        for field in ["uidMappings", "gidMappings"] {
+            if mount.get(field).is_some_and(|value| !is_empty(value)) {
+                return Err(unsupported(&format!("mounts[{index}].{field}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Containers share the guest's network: its interface is theirs. What cannot be joined is refused.
+fn adapt_namespaces(linux: &mut Value) -> Result<(), Refusal> {
+    let empty = Vec::new();
+    let given = linux
+        .get("namespaces")
+        .and_then(Value::as_array)
+        .unwrap_or(&empty);
+    let mut kept = Vec::new();
+    for (index, namespace) in given.iter().enumerate() {
+        let kind = namespace
+            .get("type")
+            .and_then(Value::as_str)
+            .unwrap_or_default();
+        match kind {
+            "network" => continue,
+            "user" => return Err(unsupported("linux.namespaces: user")),
+            _ => {}
+        }
+        if namespace.get("path").is_some_and(|path| !is_empty(path)) {
+            return Err(unsupported(&format!(
+                "linux.namespaces[{index}].path ({kind})"
+            )));
+        }
+        kept.push(namespace.clone());
+    }
+    if !kept.iter().any(|namespace| namespace["type"] == "mount") {
+        return Err(unsupported("linux.namespaces: without a mount namespace"));
+    }
+    linux["namespaces"] = json!(kept);
+    Ok(())
+}
+
+/// Takes the settings of the network out of `linux.sysctl`: libcontainer would refuse them, as the
+/// network namespace is the guest's own.
+fn take_network_settings(linux: &mut Value) -> Result<BTreeMap<String, String>, Refusal> {
+    let mut taken = BTreeMap::new();
+    let Some(settings) = linux.get_mut("sysctl").and_then(Value::as_object_mut) else {
+        return Ok(taken);
+    };
+    let mut kept = serde_json::Map::new();
+    for (key, value) in std::mem::take(settings) {
+        // Either separator is allowed; the other one is then part of a name, such as that of a VLAN.
+        let file = match key.find(['.', '/']).map(|at| key.as_bytes()[at]) {
+            Some(b'.') => key.replace('/', "\0").replace('.', "/").replace('\0', "."),
+            _ => key.clone(),
+        };
+        if !file.starts_with("net/") {
+            kept.insert(key, value);
+            continue;
+        }
+        let Some(value) = value.as_str() else {
+            return Err(Refusal::invalid(format!(
+                "linux.sysctl.{key}: not a string"
+            )));
+        };
+        if file.split('/').any(|part| matches!(part, "" | "." | "..")) {
+            return Err(Refusal::invalid(format!(
+                "linux.sysctl.{key}: not a setting"
+            )));
+        }
+        taken.insert(file, value.to_owned());
+    }
+    *settings = kept;
+    Ok(taken)
+}
+
+fn unsupported(field: &str) -> Refusal {
+    Refusal::invalid(format!("{field}: not supported"))
+}
+
+fn drop_field(value: &mut Value, pointer: &str) {
+    if remove(value, pointer).is_some_and(|value| !is_empty(&value)) {
+        debug!(
+            "dropped from the spec, as it applies to a host only: {}",
+            dotted(pointer)
+        );
+    }
+}
+
+fn remove(value: &mut Value, pointer: &str) -> Option<Value> {
+    let (parent, name) = pointer.rsplit_once('/')?;
+    value.pointer_mut(parent)?.as_object_mut()?.remove(name)
+}
+
+fn dotted(pointer: &str) -> String {
+    pointer.trim_start_matches('/').replace('/', ".")
+}
+
+/// Whether a value asks for nothing.
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.values().all(is_empty),
+        Value::Bool(_) | Value::Number(_) => false,
+    }
+}
+
+#[cfg(test)]
+#[path = "spec_tests.rs"]
+mod tests;

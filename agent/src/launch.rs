@@ -1,0 +1,128 @@
+//! The agent's side of the helper: executes it, sends the request, takes the reply.
+
+use std::ffi::CString;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+
+use nix::errno::Errno;
+use nix::spawn::{PosixSpawnAttr, PosixSpawnFileActions, PosixSpawnFlags, posix_spawn};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair,
+};
+use ttrpc::Code;
+
+use crate::protocol::{HELPER_NAME, MESSAGE_LIMIT, Reply, Request};
+use crate::status::Refusal;
+use crate::sys;
+
+/// Executes the helper.
+#[derive(Debug)]
+pub struct Launcher {
+    program: PathBuf,
+}
+
+impl Launcher {
+    /// With the program to execute: the agent itself.
+    pub fn new(program: PathBuf) -> Self {
+        Self { program }
+    }
+
+    /// Has a helper carry out a request; descriptors both ways as [`Request`] says. A refusal by the
+    /// helper is an error.
+    pub async fn call(
+        &self,
+        request: &Request,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
+        let socket = self.start(request, descriptors).map_err(failed)?;
+        let socket = sys::register(socket).map_err(failed)?;
+        let mut buffer = vec![0; MESSAGE_LIMIT];
+        let (length, received) = loop {
+            let mut ready = socket.readable().await.map_err(failed)?;
+            match ready.try_io(|socket| Ok(sys::receive(socket, &mut buffer)?)) {
+                Ok(result) => break result.map_err(failed)?,
+                Err(_would_block) => {}
+            }
+        };
+        if length == 0 {
+            return Err(failed(io::Error::other("it ended without an answer")));
+        }
+        match serde_json::from_slice(&buffer[..length]) {
+            Ok(Reply::Refused { code, message }) => Err(Refusal::new(known(code), message)),
+            Ok(reply) => Ok((reply, received)),
+            Err(error) => Err(failed(error.into())),
+        }
+    }
+
+    fn start(&self, request: &Request, descriptors: &[BorrowedFd<'_>]) -> io::Result<OwnedFd> {
+        let message = serde_json::to_vec(request)?;
+        if message.len() > MESSAGE_LIMIT {
+            return Err(io::Error::other("the request is too long"));
+        }
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)?;
+        // The child is reaped with all others.
+        self.spawn(&theirs)?;
+        let raw: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+        let rights = [ControlMessage::ScmRights(&raw)];
+        let control = if raw.is_empty() {
+            &rights[..0]
+        } else {
+            &rights[..]
+        };
+        sendmsg::<()>(
+            ours.as_raw_fd(),
+            &[IoSlice::new(&message)],
+            control,
+            MsgFlags::empty(),
+            None,
+        )?;
+        sys::set_nonblocking(&ours)?;
+        Ok(ours)
+    }
+}
+
+impl Launcher {
+    /// Not by way of the standard library, which forks: every page of the agent that is written
+    /// afterwards would be copied.
+    fn spawn(&self, stdin: &OwnedFd) -> nix::Result<()> {
+        let mut actions = PosixSpawnFileActions::init()?;
+        actions.add_dup2(stdin.as_raw_fd(), 0)?;
+        let mut attributes = PosixSpawnAttr::init()?;
+        let flags =
+            PosixSpawnFlags::POSIX_SPAWN_SETSIGDEF | PosixSpawnFlags::POSIX_SPAWN_SETSIGMASK;
+        attributes.set_flags(flags)?;
+        attributes.set_sigdefault(&SigSet::from(Signal::SIGPIPE))?;
+        attributes.set_sigmask(&SigSet::empty())?;
+        let name = CString::new(HELPER_NAME).map_err(|_| Errno::EINVAL)?;
+        let environment: [&CString; 0] = [];
+        posix_spawn(
+            self.program.as_path(),
+            &actions,
+            &attributes,
+            &[&name],
+            &environment,
+        )?;
+        Ok(())
+    }
+}
+
+fn failed(error: io::Error) -> Refusal {
+    Refusal::new(Code::INTERNAL, format!("the container helper: {error}"))
+}
+
+/// The code that a helper gave, if it is one that helpers give.
+fn known(code: i32) -> Code {
+    const CODES: [Code; 4] = [
+        Code::INVALID_ARGUMENT,
+        Code::FAILED_PRECONDITION,
+        Code::INTERNAL,
+        Code::UNIMPLEMENTED,
+    ];
+    CODES
+        .into_iter()
+        .find(|known| *known as i32 == code)
+        .unwrap_or(Code::UNKNOWN)
+}
