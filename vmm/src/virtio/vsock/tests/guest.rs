@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
@@ -286,27 +286,30 @@ impl Guest {
         self.open_with(guest_port, 256 << 10)
     }
 
-    /// Nanoseconds that the device's thread has run.
-    pub fn worker_time(&self) -> u64 {
+    /// Nanoseconds that the device's thread has run; `None` before it has given itself its name.
+    fn worker_time(&self) -> Option<u64> {
         let name = format!("thaw-vsock-{}", self.cid);
-        for task in std::fs::read_dir("/proc/self/task").unwrap() {
-            let task = task.unwrap().path();
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        let worker = tasks.map(|task| task.unwrap().path()).find(|task| {
             let comm = std::fs::read_to_string(task.join("comm")).unwrap_or_default();
-            if comm.trim_end() == name {
-                let statistics = std::fs::read_to_string(task.join("schedstat")).unwrap();
-                return statistics.split(' ').next().unwrap().parse().unwrap();
-            }
-        }
-        panic!("no thread {name}");
+            comm.trim_end() == name
+        })?;
+        let statistics = std::fs::read_to_string(worker.join("schedstat")).unwrap();
+        Some(statistics.split(' ').next().unwrap().parse().unwrap())
     }
 
     /// The device's thread sleeps.
     pub fn expect_idle(&self) {
+        let end = Instant::now() + PATIENCE;
+        while self.worker_time().is_none() {
+            assert!(Instant::now() < end, "the worker does not start");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         // It may still be at what was asked of it last.
         std::thread::sleep(MOMENT / 2);
-        let before = self.worker_time();
+        let before = self.worker_time().unwrap();
         std::thread::sleep(2 * MOMENT);
-        let spent = Duration::from_nanos(self.worker_time() - before);
+        let spent = Duration::from_nanos(self.worker_time().unwrap() - before);
         assert!(spent < MOMENT / 20, "the worker ran for {spent:?}");
     }
 }
