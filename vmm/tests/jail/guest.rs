@@ -230,8 +230,11 @@ impl Guest {
     }
 
     pub fn lookup(&mut self, parent: u64, name: &str) -> Answer<EntryOut> {
-        self.call(Opcode::Lookup, parent, &[name.as_bytes(), b"\0"])
-            .map(|body| object(&body))
+        let body = self.call(Opcode::Lookup, parent, &[name.as_bytes(), b"\0"])?;
+        match object::<EntryOut>(&body) {
+            EntryOut { nodeid: 0, .. } => Err(libc::ENOENT),
+            entry => Ok(entry),
+        }
     }
 
     /// The inode of an existing path of the export.

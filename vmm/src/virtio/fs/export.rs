@@ -122,6 +122,29 @@ impl FileSystem for Export {
         self.0.mounted.store(false, Ordering::Release);
     }
 
+    /// A name that is not there is an answer too, and valid as long as any other. (FUSE: an entry
+    /// with inode 0; an error would not be remembered.) Programs look for many files in vain.
+    fn lookup(&self, context: Context, parent: u64, name: &CStr) -> io::Result<Entry> {
+        one_component(name)?;
+        match self.0.files.lookup(context, parent, name) {
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(Entry {
+                inode: 0,
+                generation: 0,
+                attr: fuse::Attr::default(),
+                attr_timeout: VALID,
+                entry_timeout: VALID,
+            }),
+            result => result,
+        }
+    }
+
+    /// Not implemented on purpose: told so once, the guest's kernel does without, and saves a round
+    /// trip at each `close`. Nothing is held back here that a flush could write: data is written
+    /// when the guest sends it.
+    fn flush(&self, _: Context, _: u64, _: u64, _: u64) -> io::Result<()> {
+        Err(io::Error::from_raw_os_error(libc::ENOSYS))
+    }
+
     fn forget(&self, context: Context, inode: u64, count: u64) {
         self.0.files.forget(context, inode, count);
     }
@@ -201,8 +224,6 @@ impl FileSystem for Export {
     }
 
     pass_on! {
-        fn lookup(&self, context: Context, parent: u64, name: &CStr) -> io::Result<Entry>,
-            one_component(name);
         fn getattr(&self, context: Context, inode: u64, handle: Option<u64>)
             -> io::Result<(fuse::Attr, Duration)>;
         fn setattr(&self, context: Context, inode: u64, attributes: fuse::SetattrIn,
@@ -228,8 +249,6 @@ impl FileSystem for Export {
         fn create(&self, context: Context, parent: u64, name: &CStr, mode: u32,
             kill_privileges: bool, flags: u32, umask: u32, extensions: Extensions)
             -> io::Result<(Entry, Option<u64>, OpenOptions)>, one_component(name);
-        fn flush(&self, context: Context, inode: u64, handle: u64, lock_owner: u64)
-            -> io::Result<()>;
         fn fsync(&self, context: Context, inode: u64, data_only: bool, handle: u64)
             -> io::Result<()>;
         fn fallocate(&self, context: Context, inode: u64, handle: u64, mode: u32, offset: u64,

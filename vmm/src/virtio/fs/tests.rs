@@ -112,8 +112,11 @@ impl Guest {
     }
 
     fn lookup(&mut self, name: &str) -> Result<EntryOut, i32> {
-        self.call(Opcode::Lookup, ROOT, &[name.as_bytes(), b"\0"])
-            .map(|body| *EntryOut::from_slice(&body).unwrap())
+        let body = self.call(Opcode::Lookup, ROOT, &[name.as_bytes(), b"\0"])?;
+        match *EntryOut::from_slice(&body).unwrap() {
+            EntryOut { nodeid: 0, .. } => Err(-libc::ENOENT),
+            entry => Ok(entry),
+        }
     }
 
     /// That the device still answers.
@@ -180,6 +183,25 @@ fn test_a_guest_mounts_and_reads() {
     assert_eq!((entry.entry_valid, entry.attr_valid), (1, 1));
     assert_eq!(guest.lookup("nothing").unwrap_err(), -libc::ENOENT);
     assert_eq!(guest.device.requests().load(Ordering::Relaxed), 3);
+}
+
+#[test]
+fn test_that_a_name_is_not_there_may_be_remembered_for_a_second() {
+    let export = export();
+    let mut guest = Guest::new(export.path());
+    guest.init().unwrap();
+    let body = guest.call(Opcode::Lookup, ROOT, &[b"nothing\0"]).unwrap();
+    let entry = EntryOut::from_slice(&body).unwrap();
+    assert_eq!((entry.nodeid, entry.entry_valid), (0, 1));
+}
+
+#[test]
+fn test_the_guest_is_told_not_to_flush() {
+    let export = export();
+    let mut guest = Guest::new(export.path());
+    guest.init().unwrap();
+    let flushed = guest.call(Opcode::Flush, ROOT, &[&[0; 24]]);
+    assert_eq!(flushed.unwrap_err(), -libc::ENOSYS);
 }
 
 #[test]
