@@ -99,11 +99,11 @@ impl Start {
             trace,
             ..
         } = self;
-        let seed = prepare(&namespace, id, bundle, spec, &facts, &trace);
+        let seed = prepare(&namespace, &id, bundle, spec, &facts, &trace);
         match runtime {
             Ok(runtime) => runtime.block_on(async {
                 let publisher = Publisher::new(&namespace, events_address.as_deref());
-                let sandbox = Sandbox::new(facts, publisher, trace, seed);
+                let sandbox = Sandbox::new(facts, publisher, trace, id, seed);
                 if let Err(error) = serve_task(listener, &sandbox).await {
                     error!(%error, "serving the task API");
                 }
@@ -118,7 +118,7 @@ impl Start {
 /// Make what the container needs that can be made before it is asked for.
 fn prepare(
     namespace: &str,
-    id: String,
+    id: &str,
     bundle: PathBuf,
     spec: BundleSpec,
     facts: &FactsFile,
@@ -135,7 +135,7 @@ fn prepare(
     let anchor = Anchor::start(&empty, spec.view.network_namespace())
         .map_err(|error| format!("starting the anchor of {namespace}/{id}: {error}"))?;
     trace.mark("anchor started");
-    let cgroup = cgroup::choose(&spec.view.linux.cgroups_path, &id);
+    let cgroup = cgroup::choose(&spec.view.linux.cgroups_path, id);
     let oom_score_adj = spec
         .view
         .process
@@ -149,7 +149,6 @@ fn prepare(
         oom_score_adj,
     };
     Ok(Seed {
-        id,
         bundle,
         spec,
         anchor,

@@ -10,7 +10,7 @@ use thaw_agent_api::{SPEC_TYPE_URL, STREAM_PORT};
 use thaw_vmm_control::Request;
 use tokio::task::JoinHandle;
 
-use super::{Prepared, Sandbox};
+use super::{Parts, Sandbox};
 use crate::agent::Agent;
 use crate::container::Container;
 use crate::error::TaskError;
@@ -66,25 +66,15 @@ impl Sandbox {
             return Err(if other.id == *id {
                 TaskError::AlreadyExists(format!("container {id} already exists"))
             } else {
-                TaskError::FailedPrecondition(format!(
-                    "container {id} cannot be added to the sandbox of {}: this version of thaw runs \
-                     one container in a sandbox",
-                    other.id
-                ))
+                only_one(id, &other.id)
             });
         }
-        let prepared = self.lock_prepared().take();
-        let Some(Prepared { seed, guest }) = prepared else {
-            let text = format!("container {id}: its sandbox has ended");
-            return Err(TaskError::FailedPrecondition(text));
-        };
-        let (seed_id, bundle, spec, anchor) = seed.map_err(TaskError::Failed)?;
-        let (true, Some(guest)) = (seed_id == *id, guest) else {
-            return Err(TaskError::FailedPrecondition(format!(
-                "container {id} cannot be added to the sandbox of {seed_id}: this version of thaw \
-                 runs one container in a sandbox"
-            )));
-        };
+        let Parts {
+            bundle,
+            spec,
+            anchor,
+            guest,
+        } = self.take_parts(id)?;
         let paths = Paths {
             stdin: request.stdin.clone(),
             stdout: request.stdout.clone(),
@@ -113,6 +103,21 @@ impl Sandbox {
                 guest,
             },
         ))
+    }
+
+    /// What was prepared for container `id`.
+    fn take_parts(&self, id: &str) -> Result<Parts, TaskError> {
+        let mut prepared = self.lock_prepared();
+        if let Some(other) = prepared.as_ref().filter(|prepared| prepared.id != id) {
+            return Err(only_one(id, &other.id));
+        }
+        match prepared.take() {
+            Some(prepared) => prepared.parts.map_err(TaskError::Failed),
+            None => {
+                let text = format!("container {id}: its sandbox has ended");
+                Err(TaskError::FailedPrecondition(text))
+            }
+        }
     }
 
     /// Everything that a creation is, all at the same time where it can be.
@@ -197,6 +202,14 @@ impl Sandbox {
         let connections = stdio.and_then(|stdio| stdio.connect(&self.next_stream));
         connections.map_err(|error| TaskError::Failed(error.to_string()))
     }
+}
+
+/// Container `id` does not go into the sandbox that `other` is in.
+fn only_one(id: &str, other: &str) -> TaskError {
+    TaskError::FailedPrecondition(format!(
+        "container {id} cannot be added to the sandbox of {other}: this version of thaw runs one \
+         container in a sandbox"
+    ))
 }
 
 /// The request to the agent.

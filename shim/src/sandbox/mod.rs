@@ -55,11 +55,9 @@ pub struct Sandbox {
     finished: Notify,
 }
 
-/// The container that a sandbox is started for, before containerd asks for it.
+/// What the container that a sandbox is started for needs, before containerd asks for it.
 #[derive(Debug)]
 pub struct Seed {
-    /// Its id.
-    pub id: String,
     /// Its bundle.
     pub bundle: PathBuf,
     /// Its spec.
@@ -70,20 +68,31 @@ pub struct Seed {
     pub plan: Plan,
 }
 
-/// A container in the making, and its guest.
+/// The container that a sandbox is started for, in the making.
 #[derive(Debug)]
 struct Prepared {
-    seed: Result<(String, PathBuf, BundleSpec, Anchor), String>,
-    guest: Option<JoinHandle<Result<Arc<Vmm>, TaskError>>>,
+    id: String,
+    /// Or the reason for which there cannot be one.
+    parts: Result<Parts, String>,
+}
+
+#[derive(Debug)]
+struct Parts {
+    bundle: PathBuf,
+    spec: BundleSpec,
+    anchor: Anchor,
+    /// The restored VM.
+    guest: JoinHandle<Result<Arc<Vmm>, TaskError>>,
 }
 
 impl Sandbox {
-    /// A sandbox with `facts` on the host. `seed` is what the first container needs, or the reason
-    /// for which there cannot be one; restoring its guest begins at once.
+    /// A sandbox with `facts` on the host. `seed` is what its container `id` needs, or the reason
+    /// for which there cannot be one; restoring the guest begins at once.
     pub fn new(
         facts: FactsFile,
         publisher: Publisher,
         trace: Recorder,
+        id: String,
         seed: Result<Seed, String>,
     ) -> Arc<Self> {
         let sandbox = Arc::new(Self {
@@ -97,23 +106,22 @@ impl Sandbox {
             torn_down: OnceCell::new(),
             finished: Notify::new(),
         });
-        let prepared = match seed {
-            Ok(Seed {
-                id,
+        let parts = seed.map(|seed| {
+            let Seed {
                 bundle,
                 spec,
                 anchor,
                 plan,
-            }) => Prepared {
-                seed: Ok((id, bundle, spec, anchor)),
-                guest: Some(tokio::spawn(sandbox.clone().restore(plan))),
-            },
-            Err(reason) => Prepared {
-                seed: Err(reason),
-                guest: None,
-            },
-        };
-        *sandbox.lock_prepared() = Some(prepared);
+            } = seed;
+            let guest = tokio::spawn(sandbox.clone().restore(plan));
+            Parts {
+                bundle,
+                spec,
+                anchor,
+                guest,
+            }
+        });
+        *sandbox.lock_prepared() = Some(Prepared { id, parts });
         sandbox
     }
 
@@ -150,9 +158,9 @@ impl Sandbox {
     async fn tear_down_once(&self) {
         // A container that was never asked for: its anchor ends when this is dropped.
         let prepared = self.lock_prepared().take();
-        if let Some(guest) = prepared.and_then(|prepared| prepared.guest) {
-            guest.abort();
-            let _ = guest.await;
+        if let Some(Ok(parts)) = prepared.map(|prepared| prepared.parts) {
+            parts.guest.abort();
+            let _ = parts.guest.await;
         }
         if let Some(vmm) = self.vmm.get() {
             vmm.kill();
@@ -229,3 +237,6 @@ impl Sandbox {
             .unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests;
