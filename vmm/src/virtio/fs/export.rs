@@ -17,6 +17,7 @@ use virtiofsd::filesystem::{
 use virtiofsd::fuse;
 use virtiofsd::passthrough::{CachePolicy, Config, NegotiationMode, PassthroughFs};
 
+use super::freshness::Freshness;
 use super::root::FileServerRoot;
 
 /// How long the guest may believe a name or an attribute without asking again: the host (`docker cp`,
@@ -33,6 +34,7 @@ pub struct Export(Arc<Inner>);
 
 struct Inner {
     files: PassthroughFs,
+    freshness: Freshness,
     /// A guest has mounted it: FUSE_INIT was answered, and FUSE_DESTROY has not come.
     mounted: AtomicBool,
 }
@@ -44,7 +46,8 @@ impl Export {
         let files = PassthroughFs::new(Config {
             entry_timeout: VALID,
             attr_timeout: VALID,
-            // Close-to-open: pages are kept while a file is unchanged, and looked at again on open.
+            // Close-to-open: what is cached of a file is dropped when it is opened, unless the reply
+            // says otherwise, which `Freshness` decides.
             cache_policy: CachePolicy::Auto,
             writeback: false,
             root_dir: root
@@ -65,6 +68,7 @@ impl Export {
         })?;
         Ok(Self(Arc::new(Inner {
             files,
+            freshness: Freshness::default(),
             mounted: AtomicBool::new(false),
         })))
     }
@@ -113,12 +117,14 @@ impl FileSystem for Export {
             return Err(io::Error::from_raw_os_error(libc::EPROTO));
         }
         let options = self.0.files.init(capable)?;
+        self.0.freshness.clear();
         self.0.mounted.store(true, Ordering::Release);
         Ok(options)
     }
 
     fn destroy(&self) {
         self.0.files.destroy();
+        self.0.freshness.clear();
         self.0.mounted.store(false, Ordering::Release);
     }
 
@@ -146,11 +152,32 @@ impl FileSystem for Export {
     }
 
     fn forget(&self, context: Context, inode: u64, count: u64) {
+        self.0.freshness.forget(inode);
         self.0.files.forget(context, inode, count);
     }
 
     fn batch_forget(&self, context: Context, requests: Vec<(u64, u64)>) {
+        for (inode, _) in &requests {
+            self.0.freshness.forget(*inode);
+        }
         self.0.files.batch_forget(context, requests);
+    }
+
+    fn open(
+        &self,
+        context: Context,
+        inode: u64,
+        kill_privileges: bool,
+        flags: u32,
+    ) -> io::Result<(Option<u64>, OpenOptions)> {
+        let (handle, mut options) = self.0.files.open(context, inode, kill_privileges, flags)?;
+        // After the file was opened, which may have truncated it.
+        if let Ok((attributes, _)) = self.0.files.getattr(context, inode, handle)
+            && self.0.freshness.is_unchanged(inode, &attributes)
+        {
+            options |= OpenOptions::KEEP_CACHE;
+        }
+        Ok((handle, options))
     }
 
     fn read<W: ZeroCopyWriter>(
@@ -244,8 +271,6 @@ impl FileSystem for Export {
             one_component(name), one_component(new_name);
         fn link(&self, context: Context, inode: u64, parent: u64, name: &CStr)
             -> io::Result<Entry>, one_component(name);
-        fn open(&self, context: Context, inode: u64, kill_privileges: bool, flags: u32)
-            -> io::Result<(Option<u64>, OpenOptions)>;
         fn create(&self, context: Context, parent: u64, name: &CStr, mode: u32,
             kill_privileges: bool, flags: u32, umask: u32, extensions: Extensions)
             -> io::Result<(Entry, Option<u64>, OpenOptions)>, one_component(name);

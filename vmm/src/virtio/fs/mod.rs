@@ -11,6 +11,7 @@
 //! this process.
 
 mod export;
+mod freshness;
 mod root;
 mod server;
 #[cfg(test)]

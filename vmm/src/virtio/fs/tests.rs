@@ -3,7 +3,7 @@ use std::sync::atomic::Ordering;
 
 use proptest::prelude::*;
 use virtiofsd::fuse::{
-    BatchForgetIn, EntryOut, ForgetIn, ForgetOne, InHeader, InitInCompat, InitOut, Opcode,
+    BatchForgetIn, EntryOut, ForgetIn, ForgetOne, InHeader, InitInCompat, InitOut, Opcode, OpenOut,
     OutHeader, ReadIn,
 };
 use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryMmap};
@@ -202,6 +202,25 @@ fn test_the_guest_is_told_not_to_flush() {
     guest.init().unwrap();
     let flushed = guest.call(Opcode::Flush, ROOT, &[&[0; 24]]);
     assert_eq!(flushed.unwrap_err(), -libc::ENOSYS);
+}
+
+#[test]
+fn test_pages_are_kept_over_opens_until_the_host_writes() {
+    let export = export();
+    let mut guest = Guest::new(export.path());
+    guest.init().unwrap();
+    let entry = guest.lookup("file").unwrap();
+    let mut keeps = || {
+        let flags = (libc::O_RDONLY as u64).to_le_bytes();
+        let open = guest.call(Opcode::Open, entry.nodeid, &[&flags]).unwrap();
+        OpenOut::from_slice(&open).unwrap().open_flags & 2 != 0
+    };
+    // Until changes of the file can be told from each other.
+    std::thread::sleep(std::time::Duration::from_millis(60));
+    assert_eq!((keeps(), keeps()), (false, true));
+    std::fs::write(export.path().join("file"), "TEXT").unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(60));
+    assert_eq!((keeps(), keeps()), (false, true));
 }
 
 #[test]
