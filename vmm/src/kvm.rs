@@ -4,8 +4,7 @@ use std::os::fd::{IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
 use kvm_bindings::{
-    KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES, KVM_PIT_SPEAKER_DUMMY, kvm_cpuid_entry2,
-    kvm_pit_config, kvm_userspace_memory_region,
+    KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use thiserror::Error;
@@ -81,7 +80,6 @@ impl Hypervisor {
             (Cap::Debugregs, "KVM_CAP_DEBUGREGS"),
             (Cap::Xsave, "KVM_CAP_XSAVE"),
             (Cap::Xcrs, "KVM_CAP_XCRS"),
-            (Cap::PitState2, "KVM_CAP_PIT_STATE2"),
             (Cap::AdjustClock, "KVM_CAP_ADJUST_CLOCK"),
             (Cap::GetTscKhz, "KVM_CAP_GET_TSC_KHZ"),
             (Cap::TscDeadlineTimer, "the TSC deadline timer"),
@@ -113,24 +111,25 @@ impl Hypervisor {
         Ok(list.as_slice().to_vec())
     }
 
-    /// A VM with PIC, IOAPIC, PIT and `ram`, without vCPUs.
+    /// A VM with PIC, IOAPIC and `ram`, without vCPUs. No interval timer: a kernel of a
+    /// hardware-reduced machine does not look for one (arch/x86/kernel/acpi/boot.c,
+    /// `acpi_generic_reduced_hw_init`), and KVM's would be a kernel thread for each VM.
     pub fn create_vm(&self, ram: &GuestRam) -> Result<Arc<VmFd>, KvmError> {
+        let vm = self.create_bare_vm()?;
+        for (slot, region) in ram.memory().iter().enumerate() {
+            register_memory(&vm, slot as u32, region)?;
+        }
+        Ok(Arc::new(vm))
+    }
+
+    /// A VM without memory, to ask its vCPUs what they are like.
+    pub fn create_bare_vm(&self) -> Result<VmFd, KvmError> {
         let vm = self.kvm.create_vm().map_err(doing("creating a VM"))?;
         vm.set_tss_address(TSS as usize)
             .map_err(doing("placing the TSS"))?;
         vm.create_irq_chip()
             .map_err(doing("creating the interrupt controllers"))?;
-        // The speaker port is then KVM's as well: without it each access would be an exit.
-        let pit = kvm_pit_config {
-            flags: KVM_PIT_SPEAKER_DUMMY,
-            ..Default::default()
-        };
-        vm.create_pit2(pit)
-            .map_err(doing("creating the interval timer"))?;
-        for (slot, region) in ram.memory().iter().enumerate() {
-            register_memory(&vm, slot as u32, region)?;
-        }
-        Ok(Arc::new(vm))
+        Ok(vm)
     }
 }
 

@@ -68,6 +68,8 @@ pub const GENERIC_EVENT_GSI: u32 = 5;
 pub const SERIAL_PORT: u16 = 0x3f8;
 /// Number of its ports.
 pub const SERIAL_PORTS: u16 = 8;
+/// System control port B: its upper bits say why a board raised an NMI.
+pub const NMI_STATUS_PORT: u16 = 0x61;
 /// Command port of the keyboard controller, of which there is only its reset line.
 pub const RESET_PORT: u16 = 0x64;
 /// What a guest writes to [`RESET_PORT`] to be reset.

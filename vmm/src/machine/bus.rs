@@ -6,8 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use thaw_vmm_control::GuestExit;
 
 use crate::layout::{
-    PCI_WINDOW, PCI_WINDOW_SIZE, RESET_PORT, RESET_VALUE, SERIAL_PORT, SERIAL_PORTS,
-    SLEEP_CONTROL_PORT, SLEEP_STATUS_PORT, SLEEP_TYPE_OFF,
+    NMI_STATUS_PORT, PCI_WINDOW, PCI_WINDOW_SIZE, RESET_PORT, RESET_VALUE, SERIAL_PORT,
+    SERIAL_PORTS, SLEEP_CONTROL_PORT, SLEEP_STATUS_PORT, SLEEP_TYPE_OFF,
 };
 use crate::pci::{CONFIG_PORT, CONFIG_PORTS, PciError, PciRoot};
 use crate::serial::SerialPort;
@@ -78,7 +78,8 @@ impl GuestIo for Bus {
                 None => data.fill(0xff),
             },
             // The keyboard controller is ready for a command, the machine awake.
-            RESET_PORT | SLEEP_STATUS_PORT => data.fill(0),
+            // And no NMI has a reason that a board would report.
+            RESET_PORT | SLEEP_STATUS_PORT | NMI_STATUS_PORT => data.fill(0),
             _ => data.fill(0xff),
         }
     }

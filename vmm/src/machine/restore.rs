@@ -1,8 +1,8 @@
 //! From a snapshot to a machine that can run on.
 //!
 //! The order: memory, so that it is mapped before KVM knows of it; vCPUs with their state, since
-//! writing a local APIC's state needs the controllers to exist but not their state; controllers,
-//! timer and clock; devices last, because what they raise must not be wiped out.
+//! writing a local APIC's state needs the controllers to exist but not their state; controllers
+//! and clock; devices last, because what they raise must not be wiped out.
 
 use std::fs::File;
 
@@ -73,8 +73,6 @@ fn restore_vm(vm: &VmFd, state: &MachineState) -> Result<(), KvmError> {
         vm.set_irqchip(chip)
             .map_err(doing("writing an interrupt controller"))?;
     }
-    vm.set_pit2(&state.pit)
-        .map_err(doing("writing the interval timer"))?;
     vm.set_clock(&state.clock)
         .map_err(doing("writing the clock"))
 }

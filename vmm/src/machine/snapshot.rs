@@ -10,7 +10,7 @@ use kvm_ioctls::VmFd;
 use super::{Machine, MachineError, Vcpus};
 use crate::kvm::{Hypervisor, KvmError, doing};
 use crate::snapshot::{self, InterruptControllers, MachineState};
-use crate::vcpu::indices_to_save;
+use crate::vcpu::{Vcpu, VcpuState, indices_to_save};
 
 impl Machine {
     /// Stop the machine for good and write it to `state` and `memory`, which are empty files.
@@ -30,19 +30,11 @@ impl Machine {
         }
         // Nothing raises an interrupt or writes to memory from here on.
         self.bus.deactivate();
-        let msrs = indices_to_save(&hypervisor.msr_indices()?);
-        let vcpus = vcpus
-            .iter()
-            .map(|vcpu| vcpu.save(&msrs))
-            .collect::<Result<_, _>>()?;
+        let vcpus = save_vcpus(hypervisor, &vcpus)?;
         let saved = MachineState {
             shape: self.shape,
             vcpus,
             controllers: save_controllers(&self.vm)?,
-            pit: self
-                .vm
-                .get_pit2()
-                .map_err(doing("reading the interval timer"))?,
             clock: save_clock(&self.vm)?,
             serial: self.bus.serial().map(|serial| serial.registers()),
             pci: self.bus.pci().save()?,
@@ -50,6 +42,17 @@ impl Machine {
         };
         Ok(snapshot::write(state, &saved)?)
     }
+}
+
+fn save_vcpus(hypervisor: &Hypervisor, vcpus: &[Vcpu]) -> Result<Vec<VcpuState>, MachineError> {
+    let msrs = indices_to_save(&hypervisor.msr_indices()?);
+    let bare = hypervisor.create_bare_vm()?;
+    let save = |vcpu: &Vcpu| {
+        let mut state = vcpu.save(&msrs)?;
+        state.drop_defaults(&Vcpu::new(&bare, vcpu.index())?)?;
+        Ok(state)
+    };
+    vcpus.iter().map(save).collect()
 }
 
 fn save_controllers(vm: &VmFd) -> Result<InterruptControllers, KvmError> {

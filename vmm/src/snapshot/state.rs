@@ -2,7 +2,6 @@
 
 use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, kvm_clock_data, kvm_irqchip,
-    kvm_pit_state2,
 };
 use serde::{Deserialize, Serialize};
 use thaw_vmm_control::Shape;
@@ -35,8 +34,6 @@ pub struct MachineState {
     pub vcpus: Vec<VcpuState>,
     /// PIC and IOAPIC.
     pub controllers: InterruptControllers,
-    /// The interval timer.
-    pub pit: kvm_pit_state2,
     /// The paravirtual clock.
     pub clock: kvm_clock_data,
     /// The debug serial port, if there is one.

@@ -273,6 +273,36 @@ fn test_every_class_of_state_survives_a_save_and_restore() {
 }
 
 #[test]
+fn test_msrs_that_a_new_vcpu_has_by_itself_are_left_out_and_restored_all_the_same() {
+    let (Some(first), Some(second)) = (test_vm(), test_vm()) else {
+        return;
+    };
+    let vcpu = first.real_mode(0, &[0xf4]);
+    set_msr(&vcpu, 0x176, 0x4242);
+    let saved = vcpu.save(&first.msrs()).unwrap();
+    let mut dropped = vcpu.save(&first.msrs()).unwrap();
+    let bare = first.hypervisor.create_bare_vm().unwrap();
+    dropped
+        .drop_defaults(&Vcpu::new(&bare, 0).unwrap())
+        .unwrap();
+    assert!(dropped.msrs.len() < saved.msrs.len() / 2);
+    assert!(dropped.msrs.iter().any(|e| e.index == msr::TSC));
+
+    let restored = Vcpu::new(&second.vm, 0).unwrap();
+    restored.restore(&dropped).unwrap();
+    let again = restored.save(&second.msrs()).unwrap();
+    let msrs = |state: &VcpuState| -> Vec<_> {
+        state
+            .msrs
+            .iter()
+            .filter(|e| e.index != msr::TSC)
+            .copied()
+            .collect()
+    };
+    assert_same("MSRs", &msrs(&saved), &msrs(&again));
+}
+
+#[test]
 fn test_a_vcpu_that_waits_for_its_start_stays_waiting() {
     let (Some(first), Some(second)) = (test_vm(), test_vm()) else {
         return;
