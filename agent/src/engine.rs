@@ -177,6 +177,7 @@ impl Engine {
         let request = Request::Create {
             place: container.place.clone(),
             terminal: init.terminal,
+            window: init.window(),
         };
         let starting = self.exits.starting();
         let pid = self.launch(&request, init, streams).await?;
@@ -323,6 +324,7 @@ impl Engine {
             place: container.place.clone(),
             exec_id: process.exec_id.clone(),
             terminal: process.terminal,
+            window: process.window(),
         };
         let starting = self.exits.starting();
         let launched = self.launch(&request, process, process.take_streams()).await;

@@ -27,13 +27,14 @@ mod sys;
 mod task;
 mod warm;
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use thaw_agent_api::agent_ttrpc::create_sandbox;
-use thaw_agent_api::{CONTROL_PORT, STREAM_PORT};
-use tracing::{error, info};
+use thaw_agent_api::{CONTROL_PORT, READY_LINE, STREAM_PORT};
+use tracing::error;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate::engine::{Engine, Layout};
@@ -93,7 +94,7 @@ fn be_agent(arguments: &[String]) -> ExitCode {
     if let Place::Guest = place
         && let Err(error) = boot::set_up()
     {
-        eprintln!("thaw-agent: {error}");
+        let _ = writeln!(std::io::stderr(), "thaw-agent: {error}");
         return ExitCode::FAILURE;
     }
     log_to_stderr();
@@ -164,7 +165,11 @@ async fn serve(place: Place) -> Result<(), Box<dyn std::error::Error>> {
         .register_service(create_sandbox(Arc::new(sandbox)))
         .register_service(TaskService::register(engine));
     server.start().await?;
-    info!("listening");
+    if let Place::Guest = place {
+        // On the console: a template build waits for this line. Not by eprintln, which panics
+        // where there is no console.
+        let _ = writeln!(std::io::stderr(), "{READY_LINE}");
+    }
     tokio::join!(exits.reap(children), streams.serve(listener));
     Ok(())
 }

@@ -233,6 +233,11 @@ impl Process {
         resized.map_err(|error| Refusal::failed(format!("resize: {error}")))
     }
 
+    /// The size asked for so far.
+    pub fn window(&self) -> Option<(u16, u16)> {
+        self.parts().window
+    }
+
     /// Ends its standard input after what has arrived.
     pub fn close_stdin(&self) {
         self.close_stdin.send_replace(true);

@@ -51,6 +51,8 @@ pub enum Request {
         place: Place,
         /// Whether the process gets a terminal.
         terminal: bool,
+        /// Rows and columns of the terminal, if a client has asked for a size already.
+        window: Option<(u16, u16)>,
     },
     /// Start another process in it; descriptors and reply as for [`Request::Create`].
     Exec {
@@ -60,6 +62,8 @@ pub enum Request {
         exec_id: String,
         /// Whether the process gets a terminal.
         terminal: bool,
+        /// Rows and columns of the terminal, if a client has asked for a size already.
+        window: Option<(u16, u16)>,
     },
     /// Apply `LinuxResources` (JSON) to the cgroup.
     Update {

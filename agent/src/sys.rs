@@ -134,6 +134,20 @@ pub fn trim_heap() {
     unsafe { libc::malloc_trim(0) };
 }
 
+/// Restores the default action of the C library's two internal signals: its `posix_spawn` leaves
+/// them ignored in the child, and a container would inherit that.
+pub fn default_internal_signals() {
+    /// `struct sigaction` as the kernel has it (`asm/signal.h`): handler, flags, restorer, mask.
+    #[repr(C)]
+    struct KernelAction([u64; 4]);
+    let action = KernelAction([libc::SIG_DFL as u64, 0, 0, 0]);
+    for signal in [32, 33] {
+        let none = std::ptr::null_mut::<KernelAction>();
+        // SAFETY: the kernel reads one action; SIG_DFL runs no code of ours.
+        unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, &raw const action, none, 8) };
+    }
+}
+
 /// Ignores SIGPIPE, so that writes to a closed peer fail with EPIPE.
 pub fn ignore_sigpipe() {
     // SAFETY: SIG_IGN runs no code of ours.

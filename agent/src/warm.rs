@@ -7,6 +7,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::cgroup;
 use crate::engine::{Engine, ProcessRequest};
 use crate::protocol::NOTHING_NAME;
 use crate::status::Refusal;
@@ -60,6 +61,16 @@ async fn run(engine: &Engine, root: &Path, program: &Path) -> Result<(), Refusal
 
 /// What clients usually ask for, around a program that ends at once.
 fn spec(root: &Path, program: &Path) -> Value {
+    let mut resources = json!({});
+    let controllers = fs::read_to_string(Path::new(cgroup::ROOT).join("cgroup.controllers"));
+    for (controller, limit) in [("memory", 1_u64 << 30), ("pids", 100)] {
+        if controllers
+            .as_ref()
+            .is_ok_and(|list| list.split_whitespace().any(|c| c == controller))
+        {
+            resources[controller] = json!({"limit": limit});
+        }
+    }
     let nothing = format!("/{NOTHING_NAME}");
     let capabilities = json!(["CAP_CHOWN", "CAP_KILL", "CAP_NET_BIND_SERVICE"]);
     json!({
@@ -102,7 +113,7 @@ fn spec(root: &Path, program: &Path) -> Value {
             ],
             "maskedPaths": ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/sys/firmware"],
             "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys"],
-            "resources": {"memory": {"limit": 1 << 30}, "pids": {"limit": 100}},
+            "resources": resources,
         },
     })
 }

@@ -3,10 +3,10 @@
 //! Errors are worded as the established runtime words them, because clients choose exit codes (126,
 //! 127) by these words.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fs;
+use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -23,6 +23,11 @@ use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::{self, AccessFlags, faccessat};
 
+use crate::sys;
+
+/// How much of a container's `passwd` is looked at.
+const PASSWD_LIMIT: u64 = 4 << 20;
+
 /// What libcontainer leaves out for a process that joins a container and that the executor
 /// therefore does: the seccomp filter, and the capabilities that were kept only to install it.
 #[derive(Debug, Clone)]
@@ -33,23 +38,31 @@ pub struct Confinement {
     pub capabilities: Option<LinuxCapabilities>,
 }
 
+/// What a process does for itself before it becomes its program.
+#[derive(Debug, Default)]
+pub struct LastSteps {
+    /// Confines itself.
+    pub confinement: Option<Confinement>,
+    /// Sets the size of its terminal, rows and columns.
+    pub window: Option<(u16, u16)>,
+    /// Looks up its home directory in the container.
+    pub find_home: bool,
+}
+
 /// Runs inside the container's process.
 #[derive(Clone)]
 pub struct ContainerExecutor {
     /// Takes the text of an error; closed by a successful exec.
     report: Rc<OwnedFd>,
-    confinement: Option<Rc<Confinement>>,
-    /// libcontainer's choice, where the spec has none.
-    home: Rc<RefCell<Option<String>>>,
+    steps: Rc<LastSteps>,
 }
 
 impl ContainerExecutor {
     /// Reports errors to `report`.
-    pub fn new(report: OwnedFd, confinement: Option<Confinement>) -> Self {
+    pub fn new(report: OwnedFd, steps: LastSteps) -> Self {
         Self {
             report: Rc::new(report),
-            confinement: confinement.map(Rc::new),
-            home: Rc::default(),
+            steps: Rc::new(steps),
         }
     }
 
@@ -58,7 +71,7 @@ impl ContainerExecutor {
     }
 
     fn confine(&self) -> Result<(), String> {
-        let Some(confinement) = &self.confinement else {
+        let Some(confinement) = &self.steps.confinement else {
             return Ok(());
         };
         initialize_seccomp(&confinement.seccomp).map_err(|error| format!("seccomp: {error}"))?;
@@ -72,12 +85,22 @@ impl ContainerExecutor {
     /// Returns only the reason why it returns.
     fn become_program(&self, spec: &Spec) -> String {
         let arguments = arguments(spec);
-        let environment = environment(spec, self.home.borrow().as_deref());
+        let mut environment = environment(spec);
+        if self.steps.find_home {
+            let process = spec.process().as_ref();
+            set_home(
+                &mut environment,
+                process.map_or(0, |process| process.user().uid()),
+            );
+        }
         let path = match find_program(arguments.first().map_or("", String::as_str), &environment) {
             Ok(path) => path,
             Err(message) => return message,
         };
         let shown = path.display().to_string();
+        if let Some((rows, columns)) = self.steps.window {
+            let _ = sys::set_window_size(std::io::stdin(), rows, columns);
+        }
         if let Err(message) = self.confine() {
             return message;
         }
@@ -109,7 +132,7 @@ impl Executor for ContainerExecutor {
     fn validate(&self, spec: &Spec) -> Result<(), ExecutorValidationError> {
         let arguments = arguments(spec);
         let name = arguments.first().map_or("", String::as_str);
-        match find_program(name, &environment(spec, None)) {
+        match find_program(name, &environment(spec)) {
             Ok(_) => Ok(()),
             Err(message) => {
                 self.report(&message);
@@ -118,8 +141,8 @@ impl Executor for ContainerExecutor {
         }
     }
 
-    fn setup_envs(&self, environment: HashMap<String, String>) -> Result<(), ExecutorSetEnvsError> {
-        *self.home.borrow_mut() = environment.get("HOME").cloned();
+    /// Nothing: the environment is given to exec, in its order.
+    fn setup_envs(&self, _: HashMap<String, String>) -> Result<(), ExecutorSetEnvsError> {
         Ok(())
     }
 }
@@ -131,13 +154,13 @@ fn arguments(spec: &Spec) -> Vec<String> {
         .unwrap_or_default()
 }
 
-/// The spec's variables in their order, of equal names the last; and a home.
-fn environment(spec: &Spec, home: Option<&str>) -> Vec<String> {
+/// The spec's variables in their order, of equal names the last.
+fn environment(spec: &Spec) -> Vec<String> {
     let process = spec.process().as_ref();
     let given = process
         .and_then(|process| process.env().clone())
         .unwrap_or_default();
-    let mut result: Vec<String> = Vec::with_capacity(given.len() + 1);
+    let mut result: Vec<String> = Vec::with_capacity(given.len());
     let mut places: HashMap<String, usize> = HashMap::new();
     for variable in given {
         let name = variable.split('=').next().unwrap_or_default().to_owned();
@@ -149,10 +172,34 @@ fn environment(spec: &Spec, home: Option<&str>) -> Vec<String> {
             }
         }
     }
-    if let Some(home) = home.filter(|_| !places.contains_key("HOME")) {
-        result.push(format!("HOME={home}"));
-    }
     result
+}
+
+/// The home of a user in the text of a `passwd` file.
+///
+/// Read here rather than asked of the C library, which would load the container's own modules for
+/// its name service.
+fn home(passwd: &str, uid: u32) -> Option<&str> {
+    passwd.lines().find_map(|line| {
+        let mut fields = line.split(':').skip(2);
+        let found: u32 = fields.next()?.parse().ok()?;
+        let home = fields.nth(2)?;
+        (found == uid && !home.is_empty()).then_some(home)
+    })
+}
+
+/// Puts the user's home in place of the one that stands for none.
+fn set_home(environment: &mut [String], uid: u32) {
+    let mut passwd = String::new();
+    let read = fs::File::open("/etc/passwd")
+        .and_then(|file| file.take(PASSWD_LIMIT).read_to_string(&mut passwd));
+    if let (Ok(_), Some(home)) = (read, home(&passwd, uid))
+        && let Some(place) = environment
+            .iter_mut()
+            .find(|variable| variable.starts_with("HOME="))
+    {
+        *place = format!("HOME={home}");
+    }
 }
 
 /// Finds what a name stands for, or says why nothing.
@@ -227,15 +274,16 @@ mod tests {
     #[test]
     fn test_environment_keeps_order_and_the_last_of_equal_names() {
         let spec = spec(&["B=1", "A=2", "B=3", "ODD"]);
-        assert_eq!(
-            environment(&spec, Some("/root")),
-            ["B=3", "A=2", "ODD", "HOME=/root"]
-        );
+        assert_eq!(environment(&spec), ["B=3", "A=2", "ODD"]);
     }
 
     #[test]
-    fn test_environment_home_of_the_spec_stays() {
-        assert_eq!(environment(&spec(&["HOME=/x"]), Some("/root")), ["HOME=/x"]);
+    fn test_home_is_that_of_the_first_line_with_the_uid() {
+        let passwd = "root:x:0:0::/root:/bin/sh\nbroken\na:x:7:7::/a:\nb:x:7:7::/b:\nc:x:8:8:::\n";
+        assert_eq!(home(passwd, 0), Some("/root"));
+        assert_eq!(home(passwd, 7), Some("/a"));
+        assert_eq!(home(passwd, 8), None);
+        assert_eq!(home(passwd, 9), None);
     }
 
     #[test]
@@ -263,7 +311,11 @@ mod tests {
             (plain, format!("exec: {plain:?}: permission denied")),
         ];
         for (name, expected) in cases {
-            assert_eq!(find_program(name, &[path.clone()]), Err(expected), "{name}");
+            assert_eq!(
+                find_program(name, std::slice::from_ref(&path)),
+                Err(expected),
+                "{name}"
+            );
         }
     }
 

@@ -31,7 +31,7 @@ use serde_json::Value;
 use ttrpc::Code;
 
 use self::console::ConsoleSocket;
-use self::executor::{Confinement, ContainerExecutor};
+use self::executor::{Confinement, ContainerExecutor, LastSteps};
 use self::spec::ProcessFacts;
 use crate::boot::OPEN_FILES;
 use crate::protocol::{MESSAGE_LIMIT, Place, RECEIVED_SPEC, Reply, Request, SPEC, process_file};
@@ -43,6 +43,7 @@ type Outcome = Result<(Reply, Option<OwnedFd>), Refusal>;
 
 /// Serves the one request on standard input.
 pub fn run() -> ExitCode {
+    sys::default_internal_signals();
     let _ = std::env::set_current_dir("/");
     let (soft, hard) = OPEN_FILES;
     // Refused only where the tests run without the right to; the limit is then theirs.
@@ -93,12 +94,17 @@ fn answer(reply: &Reply, terminal: Option<&OwnedFd>) -> Result<(), Box<dyn Error
 
 fn carry_out(request: Request, descriptors: Vec<OwnedFd>) -> Outcome {
     match request {
-        Request::Create { place, terminal } => create(&place, Stdio::new(descriptors, terminal)?),
+        Request::Create {
+            place,
+            terminal,
+            window,
+        } => create(&place, Stdio::new(descriptors, terminal)?, window),
         Request::Exec {
             place,
             exec_id,
             terminal,
-        } => exec(&place, &exec_id, Stdio::new(descriptors, terminal)?),
+            window,
+        } => exec(&place, &exec_id, Stdio::new(descriptors, terminal)?, window),
         Request::Update { place, resources } => update(&place, &resources),
         Request::Sync { place } => sync(&place),
     }
@@ -151,7 +157,7 @@ impl Stdio {
     }
 }
 
-fn create(place: &Place, stdio: Stdio) -> Outcome {
+fn create(place: &Place, stdio: Stdio, window: Option<(u16, u16)>) -> Outcome {
     let received: Value = read_json(&place.bundle.join(RECEIVED_SPEC), "runtime spec")?;
     let adapted = spec::adapt(received, &place.cgroup, stdio.is_terminal())?;
     for (file, value) in &adapted.network_settings {
@@ -164,7 +170,12 @@ fn create(place: &Place, stdio: Stdio) -> Outcome {
     }
     write_json(&place.bundle.join(SPEC), &adapted.spec)?;
     stdio.give_to(&adapted.process)?;
-    let (builder, console) = builder(place, stdio, None)?;
+    let steps = LastSteps {
+        confinement: None,
+        window: window.or(adapted.process.window),
+        find_home: adapted.process.find_home,
+    };
+    let (builder, console) = builder(place, stdio, steps)?;
     let mut container = builder
         .as_init(&place.bundle)
         .with_systemd(false)
@@ -179,10 +190,10 @@ fn create(place: &Place, stdio: Stdio) -> Outcome {
         .set_status(ContainerStatus::Running)
         .save()
         .map_err(refuse)?;
-    started(pid.as_raw(), console, &adapted.process)
+    started(pid.as_raw(), console)
 }
 
-fn exec(place: &Place, exec_id: &str, stdio: Stdio) -> Outcome {
+fn exec(place: &Place, exec_id: &str, stdio: Stdio, window: Option<(u16, u16)>) -> Outcome {
     let file = place.bundle.join(process_file(exec_id));
     let container: Value = read_json(&place.bundle.join(SPEC), "runtime spec")?;
     let mut process: Value = read_json(&file, "process spec")?;
@@ -191,7 +202,12 @@ fn exec(place: &Place, exec_id: &str, stdio: Stdio) -> Outcome {
     let confinement = confine(&container, &mut process)?;
     write_json(&file, &process)?;
     stdio.give_to(&facts)?;
-    let (builder, console) = builder(place, stdio, confinement)?;
+    let steps = LastSteps {
+        confinement,
+        window: window.or(facts.window),
+        find_home: facts.find_home,
+    };
+    let (builder, console) = builder(place, stdio, steps)?;
     let pid = builder
         .as_tenant()
         .with_process(Some(&file))
@@ -199,7 +215,7 @@ fn exec(place: &Place, exec_id: &str, stdio: Stdio) -> Outcome {
         .as_sibling(true)
         .build()
         .map_err(refuse)?;
-    started(pid.as_raw(), console, &facts)
+    started(pid.as_raw(), console)
 }
 
 /// libcontainer installs a container's seccomp filter in its first process only. Others do it
@@ -228,14 +244,14 @@ fn confine(container: &Value, process: &mut Value) -> Result<Option<Confinement>
 fn builder(
     place: &Place,
     stdio: Stdio,
-    confinement: Option<Confinement>,
+    steps: LastSteps,
 ) -> Result<(ContainerBuilder, Option<ConsoleSocket>), Refusal> {
     let Stdio { report, streams } = stdio;
     let mut builder = ContainerBuilder::new(place.id.clone(), SyscallType::default())
         .with_root_path(&place.states)
         .and_then(ContainerBuilder::validate_id)
         .map_err(refuse)?
-        .with_executor(ContainerExecutor::new(report, confinement));
+        .with_executor(ContainerExecutor::new(report, steps));
     let mut console = None;
     match streams {
         Some([stdin, stdout, stderr]) => {
@@ -254,21 +270,15 @@ fn builder(
     Ok((builder, console))
 }
 
-fn started(pid: i32, console: Option<ConsoleSocket>, process: &ProcessFacts) -> Outcome {
-    let terminal = match console {
-        None => None,
-        Some(socket) => {
-            let master = socket.receive().map_err(|error| {
-                // The process waits for a start that would never come.
-                let _ = sys::kill(pid, libc::SIGKILL);
-                Refusal::failed(format!("receive the terminal: {error}"))
-            })?;
-            if let Some((rows, columns)) = process.window {
-                let _ = sys::set_window_size(&master, rows, columns);
-            }
-            Some(master)
-        }
-    };
+fn started(pid: i32, console: Option<ConsoleSocket>) -> Outcome {
+    let terminal = console
+        .map(ConsoleSocket::receive)
+        .transpose()
+        .map_err(|error| {
+            // The process waits for a start that would never come.
+            let _ = sys::kill(pid, libc::SIGKILL);
+            Refusal::failed(format!("receive the terminal: {error}"))
+        })?;
     Ok((Reply::Started { pid }, terminal))
 }
 

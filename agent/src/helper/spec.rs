@@ -69,6 +69,8 @@ pub struct ProcessFacts {
     pub uid: u32,
     /// Its group id.
     pub gid: u32,
+    /// Whether its home is to be looked up, as the spec has none.
+    pub find_home: bool,
     /// Rows and columns of its terminal, where the spec has them.
     pub window: Option<(u16, u16)>,
 }
@@ -138,6 +140,7 @@ pub fn adapt_process(process: &mut Value, terminal: bool) -> Result<ProcessFacts
             capabilities[set] = json!([]);
         }
     }
+    let find_home = set_default_home(process);
     let id = |field: &str| -> Result<u32, Refusal> {
         let value = process.pointer(&format!("/user/{field}"));
         let id = value
@@ -156,8 +159,30 @@ pub fn adapt_process(process: &mut Value, terminal: bool) -> Result<ProcessFacts
     Ok(ProcessFacts {
         uid: id("uid")?,
         gid: id("gid")?,
+        find_home,
         window: side("height").zip(side("width")),
     })
+}
+
+/// Gives a process without a home the root directory for one. Says whether it had none.
+fn set_default_home(process: &mut Value) -> bool {
+    if !process["env"].is_array() {
+        process["env"] = json!([]);
+    }
+    let Some(environment) = process["env"].as_array_mut() else {
+        return false;
+    };
+    environment.retain(|variable| variable != "HOME=");
+    let is_home = |variable: &Value| {
+        variable
+            .as_str()
+            .is_some_and(|text| text.starts_with("HOME="))
+    };
+    let missing = !environment.iter().any(is_home);
+    if missing {
+        environment.push(json!("HOME=/"));
+    }
+    missing
 }
 
 /// Fills in what an exec takes over from the container's first process where it says nothing.

@@ -182,6 +182,7 @@ fn test_process_facts() {
         ProcessFacts {
             uid: 1,
             gid: 2,
+            find_home: true,
             window: Some((41, 123))
         }
     );
@@ -231,4 +232,19 @@ fn test_exec_inherits_capabilities_and_limits_only_where_it_has_none() {
     inherit(&mut process, &container);
     assert_eq!(process["capabilities"]["bounding"], json!(["CAP_KILL"]));
     assert_eq!(process["rlimits"], json!([2]));
+}
+
+#[test]
+fn test_home_is_looked_up_only_where_the_spec_has_none() {
+    for (env, kept) in [
+        (json!(["HOME=/x"]), json!(["HOME=/x"])),
+        (json!(["HOME=", "A=1"]), json!(["A=1", "HOME=/"])),
+        (json!(null), json!(["HOME=/"])),
+    ] {
+        let mut spec = spec();
+        spec["process"]["env"] = env;
+        let adapted = adapted(spec).unwrap();
+        assert_eq!(adapted.process.find_home, kept != json!(["HOME=/x"]));
+        assert_eq!(adapted.spec["process"]["env"], kept);
+    }
 }

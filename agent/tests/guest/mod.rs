@@ -379,7 +379,7 @@ fn make_root(root: &Path) {
     }
     let busybox = root.join("bin/busybox");
     std::fs::copy("/bin/busybox", &busybox).expect("busybox-static is needed");
-    let installed = Command::new(&busybox)
+    let installed = Command::new("/bin/busybox")
         .arg("--install")
         .arg("-s")
         .arg(root.join("bin"))
