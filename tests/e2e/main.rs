@@ -1,0 +1,14 @@
+//! End-to-end tests: containers through real containerd, of two versions.
+//!
+//! `run`, `exec`, `stdio` and `files` hold for every runtime, and `make e2e-runc` shows that they do
+//! with runc; the others are about what only thaw does.
+
+mod cleanup;
+mod exec;
+mod files;
+mod identity;
+mod restore;
+mod run;
+mod soak;
+mod stdio;
+mod template;

@@ -1,0 +1,66 @@
+//! The guest really is a restored one.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+use serde_json::Value;
+use thaw_tests::{on_each_containerd, thaw};
+
+/// The recorded start of a container.
+fn trace(id: &str) -> Value {
+    let text = thaw::thaw(&["trace", "--json", id]).succeeded().stdout();
+    let mut traces: Value = serde_json::from_str(&text).expect("it is JSON");
+    traces[0].take()
+}
+
+/// The names of the steps of the shim or of the VMM.
+fn steps<'a>(trace: &'a Value, who: &str) -> Vec<&'a str> {
+    let steps = trace[who].as_array().map(Vec::as_slice).unwrap_or_default();
+    steps
+        .iter()
+        .filter_map(|step| step["name"].as_str())
+        .collect()
+}
+
+on_each_containerd! {
+    /// The container has a kernel of its own.
+    fn own_kernel(bed: &Testbed) {
+        let host = fs::read_to_string("/proc/sys/kernel/version").expect("procfs is there");
+        let guest = bed.run().command(["cat", "/proc/sys/kernel/version"]).output().succeeded();
+        assert_ne!(guest.stdout(), host);
+    }
+
+    /// The second container's guest did not boot: its VMM restored, the template is the same, and its
+    /// uptime is the template's and the time of a start, not of a boot.
+    fn second_container_does_not_boot(bed: &Testbed) {
+        let template = thaw::template();
+        let memory = fs::metadata(template.join("memory")).expect("a template has it").ino();
+        let uptimes: Vec<f64> = (0..2)
+            .map(|_| {
+                let run = bed.run().shell("cut -d' ' -f1 /proc/uptime");
+                let output = run.output().succeeded();
+                let trace = trace(run.id());
+                let steps = steps(&trace, "vmm");
+                assert!(steps.contains(&"state") && steps.contains(&"vcpus"), "{trace:#}");
+                output.stdout().trim().parse().expect("it is a number")
+            })
+            .collect();
+        assert!((uptimes[0] - uptimes[1]).abs() < 1.0, "{uptimes:?}");
+        assert_eq!(fs::metadata(template.join("memory")).map(|memory| memory.ino()).ok(), Some(memory));
+    }
+
+    /// The template's memory is mapped, and not read.
+    fn memory_is_mapped(bed: &Testbed) {
+        let container = bed.sleeper();
+        let vmm = thaw::processes(&container.id).vmm;
+        let template = thaw::template();
+        let key = template.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        let maps = fs::read_to_string(format!("/proc/{vmm}/maps")).expect("the VMM runs");
+        assert!(maps.lines().any(|line| line.ends_with(&format!("{key}/memory"))), "{maps}");
+        let io = fs::read_to_string(format!("/proc/{vmm}/io")).expect("the VMM runs");
+        let read = io.lines().find_map(|line| line.strip_prefix("rchar: ")).and_then(|bytes| bytes.parse::<u64>().ok());
+        let allocated = fs::metadata(template.join("memory")).expect("a template has it").blocks() * 512;
+        assert!(allocated > 8 << 20, "a kernel's memory is larger than {allocated} bytes");
+        assert!(read.is_some_and(|read| read < 1 << 20), "{io}");
+    }
+}

@@ -1,0 +1,86 @@
+//! Not a byte is lost or changed on the standard streams.
+
+use std::io::Read;
+
+use thaw_tests::{Testbed, Version, on_containerd, on_each_containerd};
+
+/// The numbers up to `last`, one a line.
+fn numbers(last: u32) -> Vec<u8> {
+    (1..=last)
+        .flat_map(|number| format!("{number}\n").into_bytes())
+        .collect()
+}
+
+/// 100,000 lines to standard error and an exit at once, `times` times, some at once.
+fn burst_to_stderr(bed: &Testbed, times: usize) {
+    const AT_ONCE: usize = 5;
+    let expected = numbers(100_000);
+    for _ in 0..times / AT_ONCE {
+        std::thread::scope(|scope| {
+            for _ in 0..AT_ONCE {
+                scope.spawn(|| {
+                    let run = bed.run().shell("seq 1 100000 >&2; exit 3").output();
+                    let (lines, bytes) = (
+                        run.err.iter().filter(|byte| **byte == b'\n').count(),
+                        run.err.len(),
+                    );
+                    assert!(
+                        run.err == expected,
+                        "{lines} lines, {bytes} bytes of {} came",
+                        expected.len()
+                    );
+                    run.ended_with(3);
+                });
+            }
+        });
+    }
+}
+
+on_each_containerd! {
+    /// 60 MB go in and come out unchanged.
+    fn sixty_megabytes_through_cat(bed: &Testbed) {
+        let mut input = vec![0; 60_000_000];
+        let mut random = std::fs::File::open("/dev/urandom").expect("the kernel has random bytes");
+        random.read_exact(&mut input).expect("without end");
+        let run = bed.run().command(["cat"]).output_with_input(&input).succeeded();
+        assert!(run.out == input, "{} of {} bytes came, or others", run.out.len(), input.len());
+    }
+
+    /// The end of a great deal of output is there, though the program ends at once.
+    fn burst_then_exit(bed: &Testbed) {
+        burst_to_stderr(bed, 10);
+        let run = bed.run().command(["seq", "1", "100000"]).output().succeeded();
+        assert!(run.out == numbers(100_000), "{run}");
+    }
+
+    /// A program that gets nothing to read sees the end of its input at once.
+    fn no_input(bed: &Testbed) {
+        let run = bed.run().shell("cat; echo done").output().succeeded();
+        assert_eq!(run.stdout(), "done\n");
+        let exec = bed.sleeper().exec_shell("cat; echo done").succeeded();
+        assert_eq!(exec.stdout(), "done\n");
+    }
+
+    /// The end of the input reaches the program while its output stays open.
+    fn half_close(bed: &Testbed) {
+        let run = bed.run().shell("cat > /tmp/in; wc -c < /tmp/in").output_with_input(&[b'x'; 100_000]).succeeded();
+        assert_eq!(run.stdout(), "100000\n");
+    }
+
+    /// A last line without a newline is delivered as it is.
+    fn unterminated_line(bed: &Testbed) {
+        let run = bed.run().command(["printf", "no newline"]).output().succeeded();
+        assert_eq!(run.stdout(), "no newline");
+    }
+
+    /// A program that does not read its input ends all the same.
+    fn unread_input(bed: &Testbed) {
+        bed.run().command(["true"]).output_with_input(&vec![b'x'; 1_000_000]).succeeded();
+    }
+}
+
+/// The burst, fifty times.
+#[test]
+fn burst_then_exit_fifty_times() {
+    on_containerd(Version::V2_1, "burst", |bed| burst_to_stderr(bed, 50));
+}

@@ -1,0 +1,101 @@
+//! What only thaw has: facts about its sandboxes, traces, templates.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::command::{Finished, finish};
+use crate::containerd::NAMESPACE;
+use crate::environment::Environment;
+
+/// Directory of the templates.
+pub const TEMPLATES: &str = "/var/lib/thaw/templates";
+
+/// The templates that are there, by their directories.
+pub fn templates() -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(TEMPLATES) else {
+        return Vec::new();
+    };
+    let directories = entries.flatten().map(|entry| entry.path());
+    let mut templates: Vec<PathBuf> = directories
+        .filter(|path| path.join("manifest.json").exists())
+        .collect();
+    templates.sort();
+    templates
+}
+
+/// The one template that is there.
+///
+/// # Panics
+///
+/// When it is none or several.
+#[track_caller]
+pub fn template() -> PathBuf {
+    let templates = templates();
+    assert_eq!(templates.len(), 1, "one template is wanted: {templates:?}");
+    templates.into_iter().next().unwrap_or_default()
+}
+
+/// Runs the `thaw` command of the installed tree.
+#[track_caller]
+pub fn thaw(words: &[&str]) -> Finished {
+    finish(Command::new(Environment::get().prefix.join("bin/thaw")).args(words))
+}
+
+/// The processes of a sandbox, by what it has written down.
+#[derive(Debug, Clone, Copy)]
+pub struct Processes {
+    /// The shim that serves containerd.
+    pub shim: i32,
+    /// The VMM.
+    pub vmm: i32,
+    /// The process that stands for the container on the host.
+    pub anchor: i32,
+}
+
+/// The processes of the sandbox that container `id` is alone in.
+///
+/// # Panics
+///
+/// When they are not all there.
+#[track_caller]
+pub fn processes(id: &str) -> Processes {
+    let facts = facts(id).unwrap_or_else(|| panic!("there are no facts about {id}"));
+    let pid = |value: &Value| {
+        pid_of(value).unwrap_or_else(|| panic!("a process is missing in {facts:#}"))
+    };
+    Processes {
+        shim: pid(&facts["shim"]),
+        vmm: pid(&facts["vmm"]),
+        anchor: pid(&facts["containers"][id]["anchor"]),
+    }
+}
+
+/// Those processes of the sandbox that it has noted so far.
+pub fn noted_processes(id: &str) -> Vec<i32> {
+    let Some(facts) = facts(id) else {
+        return Vec::new();
+    };
+    [
+        &facts["shim"],
+        &facts["vmm"],
+        &facts["containers"][id]["anchor"],
+    ]
+    .into_iter()
+    .filter_map(pid_of)
+    .collect()
+}
+
+fn facts(id: &str) -> Option<Value> {
+    let path = Path::new("/run/thaw")
+        .join(NAMESPACE)
+        .join(id)
+        .join("facts.json");
+    serde_json::from_str(&fs::read_to_string(path).ok()?).ok()
+}
+
+fn pid_of(process: &Value) -> Option<i32> {
+    process["pid"].as_i64()?.try_into().ok()
+}
