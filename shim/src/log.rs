@@ -12,9 +12,10 @@ use tracing::field::{Field, Visit};
 use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Log from now on: warnings and errors, or everything down to debug messages.
+/// Log from now on: what is out of the ordinary, such as the progress of a template that has to be
+/// built, or everything down to debug messages.
 pub fn install(debug: bool) {
-    let level = if debug { Level::DEBUG } else { Level::WARN };
+    let level = if debug { Level::DEBUG } else { Level::INFO };
     // Refused only when one is installed already.
     let _ = tracing::subscriber::set_global_default(Log { level });
 }

@@ -66,7 +66,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         // `thaw … | head` is no failure.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("thaw: {error:#}");
+            eprintln!("thaw: {}", in_one_line(&error));
             ExitCode::FAILURE
         }
     }
@@ -93,7 +93,38 @@ fn run(command: Command, output: &mut dyn Write) -> Result<bool> {
     }
 }
 
+/// An error and its causes, without those that the text before them has told already.
+fn in_one_line(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text.replace('\n', " ")
+}
+
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<io::Error>();
     io.is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_error_tells_each_cause_once() {
+        let io = || io::Error::other("disk on fire");
+        let error = anyhow::Error::from(io())
+            .context("reading a")
+            .context("listing b");
+        assert_eq!(in_one_line(&error), "listing b: reading a: disk on fire");
+        let doing = "reading a".to_owned();
+        let told = crate::template::TemplateError::System {
+            doing,
+            source: io(),
+        };
+        assert_eq!(in_one_line(&told.into()), "reading a: disk on fire");
+    }
 }

@@ -9,13 +9,8 @@ use thaw_vmm_control::Shape;
 
 use super::output::{ago, bytes, table};
 use crate::paths::{Installation, TEMPLATE_DIRECTORY};
+use crate::spec;
 use crate::template::{Origin, StoredTemplate, TemplateStore, Trust};
-
-/// Memory of a sandbox without a limit.
-const DEFAULT_MEMORY_MIB: u32 = 2048;
-
-/// vCPUs of a sandbox without a limit, where the host has as many.
-const DEFAULT_VCPUS: usize = 2;
 
 fn store() -> TemplateStore {
     TemplateStore::new(TEMPLATE_DIRECTORY)
@@ -28,8 +23,9 @@ pub(super) fn build(
     output: &mut dyn Write,
 ) -> Result<bool> {
     let host = std::thread::available_parallelism().map_or(1, usize::from);
-    let vcpus = vcpus.unwrap_or(host.min(DEFAULT_VCPUS) as u8);
-    let shape = Shape::new(vcpus, memory_mib.unwrap_or(DEFAULT_MEMORY_MIB))?;
+    let unlimited = spec::shape(&spec::Spec::default(), host)?;
+    let vcpus = vcpus.unwrap_or(unlimited.vcpus());
+    let shape = Shape::new(vcpus, memory_mib.unwrap_or(unlimited.memory_mib()))?;
     let installation = Installation::find()?;
     let begin = Instant::now();
     let template = store().obtain(&installation, shape)?;

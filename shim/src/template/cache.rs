@@ -1,7 +1,8 @@
 //! The digests of the installed files, so that a start does not read them all.
 
-use std::fs::File;
+use std::fs::{DirBuilder, File};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -80,6 +81,11 @@ impl DigestCache {
             return Ok(());
         }
         let directory = self.path.parent().unwrap_or(Path::new("/"));
+        // There before the first template: reading the images again costs more than a directory.
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(directory)?;
         super::publish::write_atomically(directory, &self.path, |file| {
             file.write_all(&serde_json::to_vec(&self.entries)?)
         })?;

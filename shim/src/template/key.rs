@@ -5,23 +5,13 @@ use std::io;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use thaw_vmm_control::{BLOCK_SLOTS, Shape};
+use thaw_vmm_control::{BLOCK_SLOTS, COMMAND_LINE, FORMAT_EPOCH, Shape};
 
 use super::TemplateError;
 use super::cache::DigestCache;
 use super::digest::Digest;
 use super::host::HostFacts;
 use crate::paths::Installation;
-
-/// Counts up when the meaning of a template's files changes though the programs' digests might not
-/// show it.
-pub const FORMAT_EPOCH: u32 = 1;
-
-/// Kernel command line of every guest. The console is there for failures and for the line by which
-/// the agent says that it listens; a guest that cannot go on resets, which ends its VMM.
-pub const COMMAND_LINE: &str = "console=hvc0 quiet panic=-1 reboot=t rdinit=/init \
-     8250.nr_uarts=0 i8042.noaux i8042.nokbd no_timer_check tsc=reliable \
-     random.trust_cpu=on cgroup_no_v1=all";
 
 /// The key of a template: the digest of its [`KeyInputs`].
 pub type TemplateKey = Digest;

@@ -1,11 +1,11 @@
 //! A template's manifest: what it was made from and what its files must look like.
 
 use serde::{Deserialize, Serialize};
-use thaw_vmm_control::Shape;
+use thaw_vmm_control::{FORMAT_EPOCH, Shape};
 use thiserror::Error;
 
 use super::digest::Digest;
-use super::key::{FORMAT_EPOCH, KeyInputs, TemplateKey};
+use super::key::{KeyInputs, TemplateKey};
 
 /// A range of guest memory, as an offset into the memory file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -46,7 +46,7 @@ use thiserror::Error;
 pub use build::BuildError;
 pub use digest::{Digest, FileIdentity, InvalidDigest};
 pub use host::{HostFacts, KvmFlavour};
-pub use key::{COMMAND_LINE, FORMAT_EPOCH, KeyInputs, TemplateKey};
+pub use key::{KeyInputs, TemplateKey};
 pub use manifest::{Extent, InvalidManifest, Manifest};
 pub use store::{StoredTemplate, TemplateStore, Trust};
 
