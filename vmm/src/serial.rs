@@ -71,6 +71,11 @@ impl SerialPort {
         Ok(Self { serial })
     }
 
+    /// Give what is not yet a line to the output, because the rest will come from another machine.
+    pub fn flush(&mut self) {
+        self.serial.writer_mut().end_line();
+    }
+
     /// What a snapshot keeps.
     pub fn registers(&self) -> SerialRegisters {
         let state = self.serial.state();
@@ -116,13 +121,21 @@ struct Lines {
     line: Vec<u8>,
 }
 
+impl Lines {
+    fn end_line(&mut self) {
+        if !self.line.is_empty() {
+            (self.output)(&self.line);
+            self.line.clear();
+        }
+    }
+}
+
 impl Write for Lines {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         for byte in bytes {
             self.line.push(*byte);
             if *byte == b'\n' || self.line.len() >= LINE {
-                (self.output)(&self.line);
-                self.line.clear();
+                self.end_line();
             }
         }
         Ok(bytes.len())
@@ -130,15 +143,6 @@ impl Write for Lines {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
-    }
-}
-
-impl Drop for Lines {
-    /// What is not yet a line when the port goes: the rest comes from the machine that is restored.
-    fn drop(&mut self) {
-        if !self.line.is_empty() {
-            (self.output)(&self.line);
-        }
     }
 }
 

@@ -36,7 +36,10 @@ impl Machine {
             vcpus,
             controllers: save_controllers(&self.vm)?,
             clock: save_clock(&self.vm)?,
-            serial: self.bus.serial().map(|serial| serial.registers()),
+            serial: self.bus.serial().map(|mut serial| {
+                serial.flush();
+                serial.registers()
+            }),
             pci: self.bus.pci().save()?,
             extents: self.ram.save(memory)?,
         };
