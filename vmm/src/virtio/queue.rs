@@ -61,6 +61,11 @@ impl DeviceQueue {
         &self.active.notify
     }
 
+    /// Descriptors in the queue, as the driver chose.
+    pub fn size(&self) -> u16 {
+        self.active.queue.size()
+    }
+
     /// Take note of the driver's notification. Not to be called without one.
     pub fn acknowledge(&self) {
         // Fails when another reset of the counter came first, which is what is wanted.

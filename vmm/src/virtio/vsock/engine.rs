@@ -12,7 +12,8 @@ use super::reset::TransportReset;
 use super::table::Table;
 use crate::virtio::ActiveQueue;
 use crate::virtio::buffers::Buffers;
-use crate::virtio::queue::{DeviceQueue, Round};
+use crate::virtio::guest_error::GuestErrors;
+use crate::virtio::queue::{Chain, DeviceQueue, Round};
 use crate::virtio::worker::{Event, Wake};
 
 /// Tokens; those of sockets are host ports, which are larger.
@@ -26,6 +27,10 @@ const MAX_DESCRIPTORS: usize = 64;
 
 /// Packets of one direction after which the other has its turn and the driver is interrupted.
 const SHARE: usize = 64;
+
+/// Packets without payload that are kept until the driver gets a buffer back anyway. It sends one
+/// for nearly everything it reads, waits for none of them, and would be interrupted for each.
+const HELD: usize = 16;
 
 /// What the device keeps when it stops.
 pub struct Remains {
@@ -45,6 +50,8 @@ pub struct Engine {
     pub requests: Arc<Requests>,
     /// Signalled when there are new requests.
     pub wake: EventFd,
+    /// Heads of the packets that are kept, at most [`HELD`].
+    pub held: Vec<u16>,
 }
 
 impl Engine {
@@ -122,20 +129,26 @@ impl Engine {
                 }
                 return Round::Drained;
             };
-            let head = chain.head_index();
-            match Buffers::collect(&self.memory, chain, MAX_DESCRIPTORS) {
-                Ok(mut buffers) => match buffers.readable.read_array() {
-                    Some(header) => {
-                        let header = Header::from_bytes(&header);
-                        self.table.accept(&header, buffers.readable);
-                    }
-                    None => self.transmit.errors.report(&"a packet without header"),
-                },
-                Err(error) => self.transmit.errors.report(&error),
+            self.held.push(chain.head_index());
+            let keep = accept_packet(
+                &self.memory,
+                chain,
+                &mut self.table,
+                &mut self.transmit.errors,
+            );
+            // A driver with a small queue needs its buffers sooner.
+            let most = HELD.min(usize::from(self.transmit.size()) / 8);
+            if !keep || self.held.len() > most {
+                self.give_back();
             }
-            self.transmit.push_used(&self.memory, head, 0);
         }
         Round::Share
+    }
+
+    fn give_back(&mut self) {
+        for head in self.held.drain(..) {
+            self.transmit.push_used(&self.memory, head, 0);
+        }
     }
 
     /// To the guest.
@@ -182,7 +195,8 @@ impl Engine {
         Round::Share
     }
 
-    fn stop(self) -> Remains {
+    fn stop(mut self) -> Remains {
+        self.give_back();
         let (event, unfinished) = self.reset.into_queue();
         Remains {
             next_port: self.table.next_port(),
@@ -192,4 +206,27 @@ impl Engine {
                 .into(),
         }
     }
+}
+
+/// Handle one packet from the guest. Whether its buffer may be kept for a while.
+fn accept_packet<'m>(
+    memory: &'m GuestMemoryMmap,
+    chain: Chain<'m>,
+    table: &mut Table,
+    errors: &mut GuestErrors,
+) -> bool {
+    let mut readable = match Buffers::collect(memory, chain, MAX_DESCRIPTORS) {
+        Ok(buffers) => buffers.readable,
+        Err(error) => {
+            errors.report(&error);
+            return false;
+        }
+    };
+    let Some(header) = readable.read_array() else {
+        errors.report(&"a packet without header");
+        return false;
+    };
+    let bare = readable.is_empty();
+    table.accept(&Header::from_bytes(&header), readable);
+    bare
 }

@@ -124,6 +124,7 @@ impl Device for Vsock {
                 table: Table::new(poll, guest_cid, next_port),
                 requests,
                 wake,
+                held: Vec::new(),
             };
             engine.run()
         })?);

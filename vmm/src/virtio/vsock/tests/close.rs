@@ -173,7 +173,7 @@ fn a_guest_that_reads_no_more_refuses_the_hosts_bytes() {
     let mut guest = Guest::running();
     let (connection, mut socket) = guest.open(1);
     guest.send(&connection, Operation::Shutdown, SHUTDOWN_RECEIVE, &[]);
-    guest.settle();
+    guest.settle(&connection);
     assert_eq!(
         socket.write(b"x").unwrap_err().kind(),
         ErrorKind::BrokenPipe

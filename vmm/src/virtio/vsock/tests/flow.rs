@@ -224,3 +224,21 @@ fn interrupts_and_notifications_are_fewer_than_packets() {
     assert!(guest.interrupt.of_queue(0) - interrupts < packets);
     writer.join().unwrap();
 }
+
+#[test]
+fn packets_without_payload_cost_no_interrupt_each() {
+    let mut guest = Guest::running();
+    let (connection, mut socket) = guest.open(1);
+    let interrupts = guest.interrupt.of_queue(1);
+    let mut buffer = [0; 4];
+    for _ in 0..100 {
+        // As Linux does: credit for each read, and the answer.
+        guest.send(&connection, Operation::CreditUpdate, 0, &[]);
+        guest.settle(&connection);
+        guest.send_data(&connection, b"pong");
+        socket.read_exact(&mut buffer).unwrap();
+        let used = guest.transmit.wait_used();
+        guest.reuse(used);
+    }
+    assert!(guest.interrupt.of_queue(1) - interrupts <= 110);
+}

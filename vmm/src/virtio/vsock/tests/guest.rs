@@ -24,7 +24,7 @@ const RECEIVE_BUFFERS: u64 = 0x10_0000;
 const RECEIVE_BUFFER: u32 = 4096;
 const TRANSMIT_BUFFERS: u64 = 0x20_0000;
 const TRANSMIT_BUFFER: u64 = 0x1_8000;
-const TRANSMIT_SLOTS: u64 = 32;
+const TRANSMIT_SLOTS: u64 = 48;
 
 /// The next guest's address; different, so that each device's thread has its own name.
 static CID: AtomicU64 = AtomicU64::new(100);
@@ -177,27 +177,27 @@ impl Guest {
         assert!(packet.is_none(), "{packet:?}");
     }
 
-    /// Wait until the device has taken all that was sent.
-    pub fn settle(&mut self) {
-        while !self.transmit_slots.is_empty() {
-            let (head, len) = self.transmit.wait_used();
-            assert_eq!(len, 0);
-            self.free_slots
-                .push(self.transmit_slots.remove(&head).unwrap());
-        }
+    /// Wait until the device has taken all that was sent on an open stream.
+    pub fn settle(&mut self, connection: &Connection) {
+        self.send(connection, Operation::CreditRequest, 0, &[]);
+        self.expect(connection, Operation::CreditUpdate);
+    }
+
+    /// The device gave a packet's buffer back.
+    pub fn reuse(&mut self, (head, len): (u16, u32)) {
+        assert_eq!(len, 0);
+        // Tests send malformed packets from elsewhere.
+        self.free_slots.extend(self.transmit_slots.remove(&head));
     }
 
     /// Send any packet.
     pub fn send_raw(&mut self, header: Header, payload: &[u8]) {
-        while let Some((head, len)) = self.transmit.take_used() {
-            assert_eq!(len, 0);
-            self.free_slots
-                .push(self.transmit_slots.remove(&head).unwrap());
+        while let Some(used) = self.transmit.take_used() {
+            self.reuse(used);
         }
         while self.free_slots.is_empty() {
-            let (head, _) = self.transmit.wait_used();
-            self.free_slots
-                .push(self.transmit_slots.remove(&head).unwrap());
+            let used = self.transmit.wait_used();
+            self.reuse(used);
         }
         let slot = self.free_slots.pop().unwrap();
         self.memory
@@ -277,7 +277,7 @@ impl Guest {
     pub fn open_with(&mut self, guest_port: u32, window: u32) -> (Connection, UnixStream) {
         let (connection, socket) = self.requested(guest_port, window);
         self.send(&connection, Operation::Response, 0, &[]);
-        self.settle();
+        self.settle(&connection);
         (connection, socket)
     }
 

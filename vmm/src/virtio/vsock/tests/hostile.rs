@@ -191,7 +191,7 @@ fn requests_that_nobody_makes_room_to_refuse_wait_in_their_ring() {
         window: 0,
         forwarded: 0,
     };
-    // 256 are taken in, and the 32 buffers that this guest sends from are all under way.
+    // 256 are taken in, and as many again as may be under way wait.
     for _ in 0..256 + 32 {
         guest.send(&connection, Operation::Request, 0, &[]);
     }
@@ -233,6 +233,7 @@ impl Still {
             table: Table::new(Poll::new().unwrap(), 3, FIRST_PORT),
             requests: Arc::new(Requests::default()),
             wake: EventFd::new(0).unwrap(),
+            held: Vec::new(),
         };
         Still {
             engine,
