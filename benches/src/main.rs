@@ -1,2 +1,166 @@
-//! The clocks.
-fn main() {}
+//! `thaw-bench`: the restore, start, exec and memory clocks, started by `make bench` through
+//! `tests/run`.
+//!
+//! ```text
+//! thaw-bench [--samples N] [--sandboxes N] [CLOCK...]
+//! ```
+//!
+//! Measures the clocks that are named (`restore`, `start`, `exec`, `memory`; all, when none is), the
+//! ones that runc has too beside runc in turns. Prints tables, and writes the same to `bench.json` in
+//! $THAW_RESULTS where that is set.
+
+mod clocks;
+mod memory;
+mod report;
+mod restore;
+mod samples;
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use report::Report;
+use thaw_tests::{Environment, Testbed, Version, on_containerd, thaw};
+
+/// What was asked for.
+#[derive(Debug)]
+struct Arguments {
+    samples: usize,
+    sandboxes: u64,
+    clocks: Vec<String>,
+}
+
+const CLOCKS: [&str; 4] = ["restore", "start", "exec", "memory"];
+
+impl Arguments {
+    fn parse(words: impl IntoIterator<Item = String>) -> Result<Self> {
+        let mut arguments = Self {
+            samples: 50,
+            sandboxes: 5,
+            clocks: Vec::new(),
+        };
+        let mut words = words.into_iter();
+        while let Some(word) = words.next() {
+            let mut number = || -> Result<u64> {
+                let number = words
+                    .next()
+                    .with_context(|| format!("{word} needs a number"))?;
+                let number = number
+                    .parse()
+                    .with_context(|| format!("{word} {number}: no number"))?;
+                if number == 0 {
+                    bail!("{word} must be at least 1")
+                }
+                Ok(number)
+            };
+            match word.as_str() {
+                "--samples" => arguments.samples = number()?.try_into()?,
+                "--sandboxes" => arguments.sandboxes = number()?,
+                clock if CLOCKS.contains(&clock) => arguments.clocks.push(word),
+                _ => bail!(
+                    "{word:?} is none of --samples, --sandboxes, {}",
+                    CLOCKS.join(", ")
+                ),
+            }
+        }
+        if arguments.clocks.is_empty() {
+            arguments.clocks = CLOCKS.map(str::to_owned).to_vec();
+        }
+        Ok(arguments)
+    }
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse(std::env::args().skip(1))?;
+    let mut result = Ok(Report::default());
+    on_containerd(Version::V2_1, "bench", |bed| {
+        result = measure(bed, &arguments)
+    });
+    let report = result?;
+    println!("{report}");
+    if let Some(directory) =
+        std::env::var_os("THAW_RESULTS").filter(|directory| !directory.is_empty())
+    {
+        let path = Path::new(&directory).join("bench.json");
+        let text = serde_json::to_string_pretty(&report)?;
+        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn measure(bed: &Testbed, arguments: &Arguments) -> Result<Report> {
+    let mut report = Report {
+        host: host(),
+        ..Report::default()
+    };
+    for clock in &arguments.clocks {
+        eprintln!("measuring {clock}");
+        match clock.as_str() {
+            "restore" => {
+                let prefix = &Environment::get().prefix;
+                report.restore = Some(restore::restore(
+                    prefix,
+                    &thaw::template(),
+                    arguments.samples,
+                )?);
+            }
+            "start" => {
+                let (start, phases) = clocks::start(bed, arguments.samples)?;
+                (report.start, report.phases) = (Some(start), phases);
+            }
+            "exec" => report.exec = Some(clocks::exec(bed, arguments.samples)),
+            _ => report.memory = Some(memory::memory(bed, arguments.sandboxes)?),
+        }
+    }
+    Ok(report)
+}
+
+/// The machine, in a line.
+fn host() -> String {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let cpus = read("/proc/cpuinfo");
+    let model = cpus
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split(": ").nth(1));
+    let count = cpus
+        .lines()
+        .filter(|line| line.starts_with("processor"))
+        .count();
+    let place = if Environment::get().in_lab {
+        "in the lab (software emulation): ratios only"
+    } else {
+        "on this machine"
+    };
+    let kernel = read("/proc/sys/kernel/osrelease");
+    format!(
+        "{place}; {count} × {}, Linux {}",
+        model.unwrap_or("unknown CPU"),
+        kernel.trim()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Arguments> {
+        Arguments::parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn test_arguments_name_clocks_and_counts() {
+        let arguments = parse("--samples 7 exec").unwrap();
+        assert_eq!(
+            (arguments.samples, arguments.clocks),
+            (7, vec!["exec".to_owned()])
+        );
+        assert_eq!(parse("").unwrap().clocks.len(), CLOCKS.len());
+    }
+
+    #[test]
+    fn test_other_arguments_are_refused() {
+        for line in ["--samples", "--samples 0", "--samples x", "burst"] {
+            assert!(parse(line).is_err(), "{line}");
+        }
+    }
+}

@@ -14,6 +14,7 @@ use crate::testbed::{LIMIT, Testbed};
 pub struct Run<'a> {
     bed: &'a Testbed,
     id: String,
+    runtime: &'static str,
     image: &'static str,
     options: Vec<String>,
     command: Vec<String>,
@@ -24,6 +25,7 @@ impl<'a> Run<'a> {
         Self {
             bed,
             id,
+            runtime: &Environment::get().runtime,
             image: IMAGE,
             options: Vec::new(),
             command: Vec::new(),
@@ -39,6 +41,13 @@ impl<'a> Run<'a> {
     #[must_use]
     pub fn options<S: Into<String>>(mut self, options: impl IntoIterator<Item = S>) -> Self {
         self.options.extend(options.into_iter().map(Into::into));
+        self
+    }
+
+    /// With a certain runtime, whatever is under test.
+    #[must_use]
+    pub fn runtime(mut self, name: &'static str) -> Self {
+        self.runtime = name;
         self
     }
 
@@ -66,7 +75,7 @@ impl<'a> Run<'a> {
     pub fn to_command(&self, flags: &[&str]) -> Command {
         let mut command = self.bed.containerd().ctr();
         command
-            .args(["run", "--runtime", &Environment::get().runtime])
+            .args(["run", "--runtime", self.runtime])
             .args(flags)
             .args(&self.options);
         command.arg(self.image).arg(&self.id).args(&self.command);

@@ -1,0 +1,103 @@
+//! The clocks that run beside runc: whole commands of the client, in turns.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use serde_json::Value;
+use thaw_tests::{Run, Testbed};
+
+use crate::samples::Samples;
+
+/// The runtime that thaw is measured beside.
+const RUNC: &str = "io.containerd.runc.v2";
+const THAW: &str = "io.containerd.thaw.v2";
+
+/// One clock, for both runtimes.
+#[derive(Debug, Default, Serialize)]
+pub struct BesideRunc {
+    /// With thaw.
+    pub thaw: Samples,
+    /// With runc, in the same run.
+    pub runc: Samples,
+}
+
+impl BesideRunc {
+    /// Median of thaw by that of runc.
+    pub fn ratio(&self) -> f64 {
+        self.thaw.summary().p50 / self.runc.summary().p50
+    }
+}
+
+/// From the execution of the shim to the end of each step of a start; steps of the VMM are named
+/// `vmm: …`.
+pub type Phases = BTreeMap<String, Samples>;
+
+fn run_true<'a>(bed: &'a Testbed, runtime: &'static str) -> Run<'a> {
+    bed.run().runtime(runtime).command(["true"])
+}
+
+/// `ctr run --rm … true`, the whole command, and where the time of thaw's starts went.
+pub fn start(bed: &Testbed, samples: usize) -> Result<(BesideRunc, Phases)> {
+    let mut clock = BesideRunc::default();
+    let mut phases = Phases::new();
+    for _ in 0..samples {
+        clock
+            .runc
+            .push(run_true(bed, RUNC).output().succeeded().took);
+        let run = run_true(bed, THAW);
+        clock.thaw.push(run.output().succeeded().took);
+        add_phases(run.id(), &mut phases)?;
+    }
+    Ok((clock, phases))
+}
+
+/// Reads the recorded start of container `id`.
+fn add_phases(id: &str, phases: &mut Phases) -> Result<()> {
+    let text = thaw_tests::thaw::thaw(&["trace", "--json", id])
+        .succeeded()
+        .stdout();
+    let traces: Value = serde_json::from_str(&text).context("reading what thaw trace prints")?;
+    let trace = &traces[0];
+    let origin = trace["origin_ns"]
+        .as_u64()
+        .context("a trace without its origin")?;
+    for (field, prefix) in [("phases", ""), ("vmm", "vmm: ")] {
+        for phase in trace[field]
+            .as_array()
+            .map(Vec::as_slice)
+            .unwrap_or_default()
+        {
+            let name = phase["name"].as_str().context("a phase without a name")?;
+            let at = phase["monotonic_ns"]
+                .as_u64()
+                .context("a phase without a time")?;
+            let since = Duration::from_nanos(at.saturating_sub(origin));
+            phases
+                .entry(format!("{prefix}{name}"))
+                .or_default()
+                .push(since);
+        }
+    }
+    Ok(())
+}
+
+/// `ctr tasks exec … true`, the whole command, in a container that runs.
+pub fn exec(bed: &Testbed, samples: usize) -> BesideRunc {
+    let sleeper = |runtime| {
+        bed.run()
+            .runtime(runtime)
+            .command(["sleep", "3600"])
+            .detach()
+    };
+    let (thaw, runc) = (sleeper(THAW), sleeper(RUNC));
+    let mut clock = BesideRunc::default();
+    for _ in 0..samples {
+        clock.runc.push(runc.exec(["true"]).succeeded().took);
+        clock.thaw.push(thaw.exec(["true"]).succeeded().took);
+    }
+    thaw.remove();
+    runc.remove();
+    clock
+}

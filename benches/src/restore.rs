@@ -1,0 +1,103 @@
+//! The restore clock: `thaw-vmm` alone, from its execution to the agent's first answer.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde::Serialize;
+use thaw_agent_api::CONTROL_PORT;
+use thaw_agent_api::agent::InfoRequest;
+use thaw_agent_api::agent_ttrpc::SandboxClient;
+use thaw_vmm_control::{Launch, ReadOnlyView, Reply, Request};
+
+use crate::samples::Samples;
+
+/// Longest that an agent may take to answer.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// What a restore takes.
+#[derive(Debug, Default, Serialize)]
+pub struct Restore {
+    /// From just before the VMM's process is made to the vCPUs running.
+    pub vcpus_run: Samples,
+    /// To the agent's answer to its first call.
+    pub agent_answers: Samples,
+    /// Bytes of guest memory that then differ from the template, at most.
+    pub dirtied_bytes: u64,
+    /// Exits to user space up to then, at most; absent where KVM does not count them.
+    pub exits: Option<u64>,
+}
+
+/// Restores a guest from `template` with the VMM of the installed tree, and ends it, `samples` times.
+pub fn restore(prefix: &Path, template: &Path, samples: usize) -> Result<Restore> {
+    let program = prefix.join("libexec/thaw/thaw-vmm");
+    let view = ReadOnlyView::new(template).context("mounting the template")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let mut measured = Restore::default();
+    for _ in 0..samples {
+        once(&program, &view, &runtime, &mut measured)?;
+    }
+    Ok(measured)
+}
+
+fn once(
+    program: &Path,
+    template: &ReadOnlyView,
+    runtime: &tokio::runtime::Runtime,
+    measured: &mut Restore,
+) -> Result<()> {
+    let (state, memory) = (template.open("state")?, template.open("memory")?);
+    let root = tempfile::tempdir()?;
+    let log = std::io::stderr();
+    let begun = Instant::now();
+    let launch = Launch {
+        program,
+        root: root.path(),
+        network_namespace: None,
+        log: Some(log.as_fd()),
+    };
+    let mut vmm = launch.start()?;
+    vmm.owner
+        .request(&Request::Restore, &[state.as_fd(), memory.as_fd()])?;
+    vmm.owner.request(&Request::Run, &[])?;
+    measured.vcpus_run.push(begun.elapsed());
+    let (ours, guests) = UnixStream::pair()?;
+    let guests = OwnedFd::from(guests);
+    vmm.owner.request(
+        &Request::ConnectVsock { port: CONTROL_PORT },
+        &[guests.as_fd()],
+    )?;
+    drop(guests);
+    runtime
+        .block_on(first_answer(ours))
+        .context("calling the agent")?;
+    measured.agent_answers.push(begun.elapsed());
+
+    if let Reply::Statistics(statistics) = vmm.owner.request(&Request::Statistics, &[])? {
+        measured.dirtied_bytes = measured.dirtied_bytes.max(statistics.guest_dirty_bytes);
+        let exits = statistics.kvm.iter().find(|(name, _)| name == "exits");
+        measured.exits = measured.exits.max(exits.map(|(_, count)| *count));
+    }
+    vmm.kill()?;
+    vmm.wait()?;
+    Ok(())
+}
+
+async fn first_answer(socket: UnixStream) -> Result<()> {
+    socket.set_nonblocking(true)?;
+    let socket =
+        ttrpc::asynchronous::transport::Socket::new(tokio::net::UnixStream::from_std(socket)?);
+    let agent = SandboxClient::new(ttrpc::r#async::Client::new(socket));
+    let answer = agent
+        .info(ttrpc::context::with_duration(LIMIT), &InfoRequest::new())
+        .await?;
+    ensure!(
+        !answer.kernel_release.is_empty(),
+        "the agent does not know its kernel"
+    );
+    Ok(())
+}
