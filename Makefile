@@ -21,7 +21,7 @@ help:
 
 #: make demo       from nothing to the output of a container in a restored microVM
 demo: setup stage
-	tests/demo/run
+	tests/run -t 900 packaging/demo
 
 #: make test       set-up, formatting, lints, unit tests, end-to-end tests
 test: setup lint unit e2e
