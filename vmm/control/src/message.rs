@@ -20,7 +20,8 @@ pub enum Request {
     /// read-only.
     Restore,
     /// Give block slot `slot` its backing, before the vCPUs of a restored machine run.
-    /// Descriptors: the file or block device.
+    /// Descriptors: the file or block device. One that others use too is opened by a
+    /// [`crate::ReadOnlyView`], because `read_only` binds the guest but not a VMM taken over by it.
     AttachBlock {
         /// Slot number, below [`crate::BLOCK_SLOTS`].
         slot: u8,

@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
@@ -48,6 +48,13 @@ impl ReadOnlyView {
     fn open_with(&self, name: &str, access: OFlags) -> io::Result<File> {
         let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
         Ok(openat(&self.tree, name, flags, Mode::empty())?.into())
+    }
+}
+
+/// The directory, to open what is in it with flags of the caller's own.
+impl AsFd for ReadOnlyView {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.tree.as_fd()
     }
 }
 

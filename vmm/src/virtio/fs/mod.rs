@@ -10,6 +10,22 @@
 //! mounts its own tree. A mounted device is not saved: the guest's inodes stand for open files of
 //! this process.
 
+//!
+//! What the guest sees differs in a few things from a file system of its own. Each has its reason in
+//! the host's kernel, which asks for some capabilities in the initial user namespace only, or in the
+//! library:
+//!
+//! - Device nodes cannot be made (EPERM); FIFOs, sockets and everything else can.
+//! - `trusted.*` attributes and security labels can neither be set (EPERM) nor seen (ENODATA).
+//!   `user.*`, ACLs and `security.capability` are those of the host.
+//! - A write takes the setuid and setgid bits and the capabilities of a file away, also when the guest's
+//!   root writes, who would keep the bits elsewhere. So does a change of owner or length.
+//! - O_TMPFILE, file attributes (`chattr`), reflinks and other ioctls are not supported; locks are the
+//!   guest's own.
+//! - Names and attributes may be as old as a second; data is as old as the open.
+//! - Each inode that the guest remembers holds a descriptor here. Beyond the process's limit of those
+//!   (1,048,576 less a reserve), a lookup fails with ENFILE.
+
 mod export;
 mod freshness;
 mod root;
