@@ -33,6 +33,7 @@ pub struct Container {
     pub cgroup: Cgroup,
     execs: Mutex<HashMap<String, Arc<Process>>>,
     paused: AtomicBool,
+    deleting: AtomicBool,
 }
 
 impl Container {
@@ -45,6 +46,7 @@ impl Container {
             cgroup,
             execs: Mutex::default(),
             paused: AtomicBool::new(false),
+            deleting: AtomicBool::new(false),
         }
     }
 
@@ -80,6 +82,20 @@ impl Container {
     /// Where an exec's process is described.
     pub fn exec_file(&self, exec_id: &str) -> PathBuf {
         self.place.bundle.join(process_file(exec_id))
+    }
+
+    /// Says that it goes; false if somebody else has said so.
+    pub fn begin_delete(&self) -> bool {
+        !self.deleting.swap(true, Ordering::Relaxed)
+    }
+
+    /// Ends the waiting for execs that were never started.
+    pub fn fail_execs(&self) {
+        for exec in self.execs().values() {
+            if exec.phase() == Phase::Added {
+                exec.set_failed();
+            }
+        }
     }
 
     /// Whether it is paused.

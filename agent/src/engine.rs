@@ -390,6 +390,10 @@ impl Engine {
         }
         let outcome = process.stopped().await;
         if exec_id.is_empty() {
+            if !container.begin_delete() {
+                return Err(Refusal::missing(format!("container {id}")));
+            }
+            container.fail_execs();
             self.memory.forget(&container);
             container.clean_up().await;
             self.containers().remove(id);

@@ -159,7 +159,7 @@ async fn serve(place: Place) -> Result<(), Box<dyn std::error::Error>> {
         Arc::clone(&memory),
     );
     let engine = Arc::new(engine);
-    let sandbox = SandboxService::new(Arc::clone(&engine), memory);
+    let sandbox = SandboxService::new(Arc::clone(&engine), memory, matches!(place, Place::Guest));
     let mut server = ttrpc::asynchronous::Server::new()
         .bind(&control)?
         .register_service(create_sandbox(Arc::new(sandbox)))

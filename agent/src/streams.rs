@@ -29,7 +29,11 @@ pub struct StreamTable {
 
 #[derive(Debug)]
 enum Slot {
-    Connected(Stream),
+    /// With what tells its task, by being dropped, that it has been taken.
+    Connected {
+        stream: Stream,
+        _taken: oneshot::Sender<()>,
+    },
     Wanted(oneshot::Sender<Stream>),
 }
 
@@ -67,12 +71,24 @@ impl StreamTable {
             Err(_) => return warn!("a stream that does not say its id"),
         }
         match StreamHeader::decode(header) {
-            Ok(header) => self.connected(header.id, stream),
+            Ok(header) => self.keep(header.id, stream).await,
             Err(error) => warn!("{error}"),
         }
     }
 
-    fn connected(&self, id: u64, stream: Stream) {
+    /// Hands a stream to its request, or keeps it for one, but not for ever.
+    async fn keep(&self, id: u64, stream: Stream) {
+        let Some(taken) = self.connected(id, stream) else {
+            return;
+        };
+        if timeout(PATIENCE, taken).await.is_err() {
+            warn!("stream {id}: no request for it");
+            self.lock().remove(&id);
+        }
+    }
+
+    /// Returns what ends when somebody takes the stream, if it has to wait for that.
+    fn connected(&self, id: u64, stream: Stream) -> Option<oneshot::Receiver<()>> {
         let mut table = self.lock();
         let waiting = table.len();
         match table.entry(id) {
@@ -87,9 +103,15 @@ impl StreamTable {
                 warn!("stream {id} refused: {WAITING_LIMIT} wait already");
             }
             Entry::Vacant(entry) => {
-                entry.insert(Slot::Connected(stream));
+                let (sender, taken) = oneshot::channel();
+                entry.insert(Slot::Connected {
+                    stream,
+                    _taken: sender,
+                });
+                return Some(taken);
             }
         }
+        None
     }
 
     /// The streams that a request names by its three URIs.
@@ -117,7 +139,7 @@ impl StreamTable {
         let receiver = {
             let mut table = self.lock();
             match table.remove(&id) {
-                Some(Slot::Connected(stream)) => return Ok(Some(stream)),
+                Some(Slot::Connected { stream, .. }) => return Ok(Some(stream)),
                 Some(Slot::Wanted(other)) => {
                     table.insert(id, Slot::Wanted(other));
                     return Err(Refusal::invalid(format!("stream {id} is wanted twice")));
@@ -217,12 +239,17 @@ mod tests {
         assert_eq!(table.lock().len(), 1);
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn test_connection_without_a_request_is_dropped_in_the_end() {
+        let table = StreamTable::default();
+        table.keep(1, pair().1).await;
+        assert!(table.lock().is_empty());
+    }
+
     #[tokio::test]
     async fn test_connections_without_a_request_are_bounded() {
         let table = StreamTable::default();
-        for id in 0..200 {
-            table.connected(id, pair().1);
-        }
+        let _waiting: Vec<_> = (0..200).map(|id| table.connected(id, pair().1)).collect();
         assert_eq!(table.lock().len(), WAITING_LIMIT);
     }
 }

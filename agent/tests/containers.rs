@@ -10,7 +10,7 @@ use containerd_shim_protos::api;
 use guest::{Guest, collect, context, guest_or_skip, refusal, text};
 use protobuf::Message;
 use serde_json::json;
-use thaw_agent_api::agent::{InfoRequest, QuiesceRequest};
+use thaw_agent_api::agent::{EventsRequest, InfoRequest, QuiesceRequest};
 use tokio::task::spawn_blocking;
 use ttrpc::Code;
 
@@ -774,4 +774,118 @@ async fn test_client_that_goes_away_during_create_leaves_a_whole_container() {
     }
     assert_eq!(guest.wait("a", "").await.unwrap(), 0);
     guest.delete("a", "").await.unwrap();
+}
+
+#[tokio::test]
+async fn test_working_directory_is_made_where_it_is_missing() {
+    let guest = guest_or_skip!();
+    let mut spec = guest.spec(&["pwd"]);
+    spec["process"]["cwd"] = json!("/new/place");
+    assert_eq!(guest.run("a", &spec).await.unwrap().stdout, "/new/place\n");
+    assert!(guest.root().join("new/place").is_dir());
+    // Never outside of the root.
+    std::os::unix::fs::symlink("/tmp/outside", guest.root().join("link")).unwrap();
+    spec["process"]["cwd"] = json!("/link/../../x");
+    let _ = guest.run("a", &spec).await;
+    assert!(!std::path::Path::new("/tmp/outside").exists());
+}
+
+/// Whether the kernel here has a controller for containers; it may be with another hierarchy.
+fn has_controller(guest: &Guest, name: &str) -> bool {
+    let list = std::fs::read_to_string(guest.cgroup("").join("cgroup.controllers")).unwrap();
+    let found = list.split_whitespace().any(|controller| controller == name);
+    assert!(found || std::env::var_os("THAW_TESTS_MUST_RUN").is_none());
+    if !found {
+        eprintln!("SKIPPED: no {name} controller in this hierarchy");
+    }
+    found
+}
+
+#[tokio::test]
+async fn test_limits_and_their_update() {
+    let guest = guest_or_skip!();
+    if !has_controller(&guest, "memory") || !has_controller(&guest, "pids") {
+        return;
+    }
+    let mut spec = guest.spec(&["sleep", "1000"]);
+    spec["linux"]["resources"] = json!({
+        "memory": {"limit": 64 << 20}, "pids": {"limit": 20}, "cpu": {"quota": 50000, "period": 100000},
+        "devices": [{"allow": false, "access": "rwm"}],
+    });
+    let _host = guest.create("a", &spec, false).await.unwrap();
+    let file = |name: &str| std::fs::read_to_string(guest.cgroup("a").join(name)).unwrap();
+    assert_eq!(
+        (&*file("memory.max"), &*file("pids.max")),
+        ("67108864\n", "20\n")
+    );
+    assert_eq!(file("cpu.max"), "50000 100000\n");
+    let resources = json!({"memory": {"limit": 128 << 20}, "pids": {"limit": 30}});
+    let request = api::UpdateTaskRequest {
+        id: "a".into(),
+        resources: guest::any(
+            "types.containerd.io/opencontainers/runtime-spec/1/LinuxResources",
+            &resources,
+        ),
+        ..Default::default()
+    };
+    guest.task.update(context(), &request).await.unwrap();
+    assert_eq!(
+        (&*file("memory.max"), &*file("pids.max")),
+        ("134217728\n", "30\n")
+    );
+    assert_eq!(file("cpu.max"), "50000 100000\n");
+}
+
+#[tokio::test]
+async fn test_out_of_memory_is_told_once_and_before_the_exit() {
+    let guest = guest_or_skip!();
+    if !has_controller(&guest, "memory") {
+        return;
+    }
+    let mut events = guest
+        .sandbox
+        .events(ttrpc::context::Context::default(), &EventsRequest::new())
+        .await
+        .unwrap();
+    let mut spec = guest.spec(&["tail", "/dev/zero"]);
+    spec["linux"]["resources"] = json!({"memory": {"limit": 32 << 20, "swap": 32 << 20}});
+    // The events of the call begin with it; another call on the connection comes after.
+    guest
+        .sandbox
+        .info(context(), &InfoRequest::new())
+        .await
+        .unwrap();
+    assert_eq!(guest.run("a", &spec).await.unwrap().status, 137);
+    let event = tokio::time::timeout(guest::LIMIT, events.recv())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+    assert_eq!(event.out_of_memory().container_id, "a");
+    let script = "tail /dev/zero; echo rc $?; sleep 0.2";
+    spec["process"]["args"] = json!(["sh", "-c", script]);
+    assert_eq!(guest.run("b", &spec).await.unwrap().stdout, "rc 137\n");
+    let event = tokio::time::timeout(guest::LIMIT, events.recv())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+    assert_eq!(event.out_of_memory().container_id, "b");
+    let more = tokio::time::timeout(Duration::from_millis(300), events.recv()).await;
+    assert!(more.is_err(), "{more:?}");
+}
+
+#[tokio::test]
+async fn test_delete_ends_the_wait_for_an_exec_that_was_never_started() {
+    let guest = guest_or_skip!();
+    let _host = guest.sleeper("a").await;
+    let process = &guest.spec(&["true"])["process"];
+    let _exec = guest.exec("a", "e", process).await.unwrap();
+    let ended = async {
+        guest.kill("a", "", libc::SIGKILL, false).await.unwrap();
+        guest.wait("a", "").await.unwrap();
+        guest.delete("a", "").await.unwrap();
+    };
+    let (waited, ()) = tokio::join!(guest.wait("a", "e"), ended);
+    waited.unwrap();
 }

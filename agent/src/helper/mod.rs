@@ -14,6 +14,7 @@ use std::error::Error;
 use std::fs;
 use std::io::IoSlice;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -169,6 +170,7 @@ fn create(place: &Place, stdio: Stdio, window: Option<(u16, u16)>) -> Outcome {
         })?;
     }
     write_json(&place.bundle.join(SPEC), &adapted.spec)?;
+    make_working_directory(&adapted.spec);
     stdio.give_to(&adapted.process)?;
     let steps = LastSteps {
         confinement: None,
@@ -191,6 +193,17 @@ fn create(place: &Place, stdio: Stdio, window: Option<(u16, u16)>) -> Outcome {
         .save()
         .map_err(refuse)?;
     started(pid.as_raw(), console)
+}
+
+/// Makes the working directory where it is missing, as other runtimes do. Where that fails, or where
+/// a mount then hides it, entering it fails with its name.
+fn make_working_directory(spec: &Value) {
+    let text = |pointer| spec.pointer(pointer).and_then(Value::as_str);
+    if let (Some(root), Some(cwd)) = (text("/root/path"), text("/process/cwd"))
+        && let Ok(root) = pathrs::Root::open(root)
+    {
+        let _ = root.mkdir_all(cwd, &fs::Permissions::from_mode(0o755));
+    }
 }
 
 fn exec(place: &Place, exec_id: &str, stdio: Stdio, window: Option<(u16, u16)>) -> Outcome {
