@@ -26,6 +26,9 @@ const CONFIGURE_LIMIT: Duration = Duration::from_secs(30);
 /// How long it may take to create a container or an exec, to the point before the program runs.
 const CREATE_LIMIT: Duration = Duration::from_secs(60);
 
+/// How long a signal may take to be sent. A guest that cannot do that is killed from outside.
+const KILL_LIMIT: Duration = Duration::from_secs(5);
+
 /// How long any other call may take.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 
@@ -82,7 +85,7 @@ impl Agent {
 
     /// Send a signal.
     pub async fn kill(&self, request: &KillRequest) -> ttrpc::Result<Empty> {
-        self.call("Kill", request, Some(CALL_LIMIT)).await
+        self.call("Kill", request, Some(KILL_LIMIT)).await
     }
 
     /// Forget an exec that has ended.

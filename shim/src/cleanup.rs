@@ -2,10 +2,12 @@
 //! written before each thing was made, whoever was killed, and when. Everything here may be done
 //! again, and at the same time by somebody else.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
+
+use rustix::fs::{FlockOperation, flock};
 
 use crate::cgroup;
 use crate::facts::{self, Exit, Facts, FactsFile, KILLED};
@@ -102,6 +104,26 @@ pub struct Abandoned {
 
 /// Remove all sandboxes below `root` whose shim is gone.
 pub fn collect_garbage(root: &Path) -> io::Result<Vec<Abandoned>> {
+    collect(root, |_| true)
+}
+
+/// Remove the sandboxes below `root` whose shim is gone and that containerd has forgotten, which
+/// shows in that it has removed the bundle. Of the others it will ask for the exit status. Done by
+/// one process at a time, and nobody waits for it.
+pub fn sweep(root: &Path) {
+    let Ok(lock) = File::open(root) else { return };
+    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        return;
+    }
+    // Nobody is there to be told; `thaw gc` tells.
+    let _ = collect(root, |facts| {
+        let bundle = &facts.bundle;
+        !bundle.as_os_str().is_empty() && fs::metadata(bundle).is_err()
+    });
+}
+
+/// Remove the sandboxes below `root` whose shim is gone and whose facts are `meant`.
+fn collect(root: &Path, meant: impl Fn(&Facts) -> bool) -> io::Result<Vec<Abandoned>> {
     let mut abandoned = Vec::new();
     for namespace in directories(root)? {
         // What is not a sandbox has no name of one: `.templates`, and `traces` holds files only.
@@ -109,7 +131,7 @@ pub fn collect_garbage(root: &Path) -> io::Result<Vec<Abandoned>> {
             let facts = FactsFile::read(&directory);
             let alive = |facts: &Facts| facts.shim.is_some_and(|shim| shim.is_alive());
             let removed = match facts {
-                Ok(Some(facts)) if alive(&facts) => continue,
+                Ok(Some(facts)) if alive(&facts) || !meant(&facts) => continue,
                 Ok(Some(facts)) => remove(&directory, &facts),
                 Ok(None) if !is_old(&directory) => continue,
                 Ok(None) | Err(_) => facts::remove_directory(&directory),
@@ -268,5 +290,23 @@ mod tests {
         );
         shim.kill().unwrap();
         shim.wait().unwrap();
+    }
+
+    #[test]
+    fn test_a_sweep_leaves_what_containerd_will_ask_for() {
+        let root = tempfile::tempdir().unwrap();
+        let bundle = root.path().join(".bundle");
+        fs::create_dir(&bundle).unwrap();
+        let make = |sandbox: &str, bundle: &Path| {
+            let mut facts = facts(root.path(), sandbox);
+            facts.bundle = bundle.to_owned();
+            FactsFile::create(root.path(), facts).unwrap()
+        };
+        let asked_for = make("asked-for", &bundle);
+        let forgotten = make("forgotten", Path::new("/does/not/exist"));
+        let unknown = make("unknown", Path::new(""));
+        sweep(root.path());
+        assert!(asked_for.directory().exists() && unknown.directory().exists());
+        assert!(!forgotten.directory().exists());
     }
 }

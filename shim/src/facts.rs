@@ -30,6 +30,9 @@ pub struct Facts {
     pub namespace: String,
     /// Name of the sandbox.
     pub sandbox: String,
+    /// Bundle of the container that the sandbox was started for.
+    #[serde(default)]
+    pub bundle: PathBuf,
     /// Path of the socket on which the shim serves.
     pub socket: PathBuf,
     /// The shim; while it starts, the process that starts it.

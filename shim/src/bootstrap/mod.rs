@@ -14,7 +14,7 @@ mod reply;
 mod socket;
 
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use containerd_shim_protos::api::DeleteResponse;
@@ -84,7 +84,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
 
-    let facts = claim(flags, &sandbox, &socket)?;
+    let facts = claim(flags, &sandbox, &bundle, &socket)?;
     let listener = match socket::bind(&socket)? {
         Bound::New(listener) => listener,
         // Somebody else was quicker; their facts are in place.
@@ -126,7 +126,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
 }
 
 /// Remove what an earlier sandbox of this name has left, and write down what is going to be made.
-fn claim(flags: &Flags, sandbox: &str, socket: &std::path::Path) -> io::Result<FactsFile> {
+fn claim(flags: &Flags, sandbox: &str, bundle: &Path, socket: &Path) -> io::Result<FactsFile> {
     let directory = facts::sandbox_directory(facts::root(), &flags.namespace, sandbox)?;
     if directory.exists() {
         match FactsFile::read(&directory) {
@@ -137,6 +137,7 @@ fn claim(flags: &Flags, sandbox: &str, socket: &std::path::Path) -> io::Result<F
     let facts = Facts {
         namespace: flags.namespace.clone(),
         sandbox: sandbox.to_owned(),
+        bundle: bundle.to_owned(),
         socket: socket.to_owned(),
         shim: Some(ProcessIdentity::current()?),
         ..Facts::default()
@@ -163,7 +164,10 @@ fn delete(flags: &Flags) -> io::Result<()> {
         exited_at: Some(timestamp(deleted.exit.at_ns)).into(),
         ..DeleteResponse::default()
     };
-    write_message(&response)
+    write_message(&response)?;
+    // Others that nobody will ask to delete any more. What comes of it is theirs.
+    cleanup::sweep(facts::root());
+    Ok(())
 }
 
 fn info() -> io::Result<()> {

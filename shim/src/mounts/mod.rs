@@ -180,6 +180,12 @@ fn mount_one(request: &ApiMount, target: &Path) -> io::Result<()> {
     if request.type_ == "bind" || options.bind.is_some() {
         return bind(Path::new(&request.source), target, &options);
     }
+    if !request.target.is_empty() {
+        return Err(io::Error::other(format!(
+            "its target {:?} is not the root",
+            request.target
+        )));
+    }
     if request.type_.contains('/') {
         return Err(io::Error::other(
             "containerd's mount manager must resolve it; is it disabled for this runtime?",

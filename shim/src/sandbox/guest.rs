@@ -78,6 +78,10 @@ impl Sandbox {
         let template = tokio::task::spawn_blocking(move || {
             TemplateStore::new(TEMPLATE_DIRECTORY).obtain(&installation, shape)
         });
+        let cgroup = match cgroup {
+            Some(path) => Some(self.make_cgroup(path).await?),
+            None => None,
+        };
         let launched = launched.await.map_err(failed)?.map_err(failed)?;
         self.trace.mark("VMM started");
         let vmm = self.adopt(launched, oom_score_adj)?;
@@ -109,13 +113,21 @@ impl Sandbox {
         Ok(vmm)
     }
 
-    /// After the VM was made, which is slow in a cgroup, and before its memory is touched, which is
-    /// charged where it is touched and never moved.
-    async fn join_cgroup(&self, path: PathBuf, pid: u32) -> Result<(), TaskError> {
+    async fn make_cgroup(&self, path: PathBuf) -> Result<PathBuf, TaskError> {
         self.facts
             .update(|facts| facts.cgroup = Some(path.clone()))
             .map_err(failed)?;
-        let joined = move || cgroup::make(&path).and_then(|()| cgroup::join(&path, pid));
+        let made = move || cgroup::make(&path).map(|()| path);
+        tokio::task::spawn_blocking(made)
+            .await
+            .map_err(failed)?
+            .map_err(failed)
+    }
+
+    /// After the VM was made, which is slow in a cgroup, and before its memory is touched, which is
+    /// charged where it is touched and never moved.
+    async fn join_cgroup(&self, path: PathBuf, pid: u32) -> Result<(), TaskError> {
+        let joined = move || cgroup::join(&path, pid);
         tokio::task::spawn_blocking(joined)
             .await
             .map_err(failed)?
