@@ -5,7 +5,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -51,6 +51,8 @@ pub struct Start {
     pub facts: FactsFile,
     /// The bound socket.
     pub listener: UnixListener,
+    /// The network namespace for the VMM; a new one without.
+    pub vmm_network: Option<OwnedFd>,
     /// Where events go.
     pub events_address: Option<String>,
     /// Log more.
@@ -60,6 +62,12 @@ pub struct Start {
 }
 
 impl Start {
+    /// Its descriptors, which a fork must keep.
+    pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        let network = self.vmm_network.as_ref().map(AsFd::as_fd);
+        network.into_iter().chain([self.listener.as_fd()]).collect()
+    }
+
     /// Become the shim: from now on it is this process that the facts name. On an error the caller
     /// still has the standard streams that it was started with.
     pub fn take_over(&self) -> io::Result<()> {
@@ -95,11 +103,12 @@ impl Start {
             spec,
             facts,
             listener,
+            vmm_network,
             events_address,
             trace,
             ..
         } = self;
-        let seed = prepare(&namespace, &id, bundle, spec, &facts, &trace);
+        let seed = prepare(&id, bundle, spec, vmm_network, &facts, &trace);
         match runtime {
             Ok(runtime) => runtime.block_on(async {
                 let publisher = Publisher::new(&namespace, events_address.as_deref());
@@ -117,10 +126,10 @@ impl Start {
 
 /// Make what the container needs that can be made before it is asked for.
 fn prepare(
-    namespace: &str,
     id: &str,
     bundle: PathBuf,
     spec: BundleSpec,
+    network: Option<OwnedFd>,
     facts: &FactsFile,
     trace: &Recorder,
 ) -> Result<Seed, String> {
@@ -133,7 +142,7 @@ fn prepare(
     trace.mark("file tree made");
     let empty = Path::new(RUNTIME_DIRECTORY).join(".empty");
     let anchor = Anchor::start(&empty, spec.view.network_namespace())
-        .map_err(|error| format!("starting the anchor of {namespace}/{id}: {error}"))?;
+        .map_err(|error| format!("starting the anchor of {id}: {error}"))?;
     trace.mark("anchor started");
     let cgroup = cgroup::choose(&spec.view.linux.cgroups_path, id);
     let oom_score_adj = spec
@@ -145,6 +154,7 @@ fn prepare(
     let plan = Plan {
         installation,
         shape,
+        network,
         cgroup,
         oom_score_adj,
     };
@@ -216,4 +226,11 @@ fn keep_memory_small() {
         libc::mallopt(libc::M_ARENA_MAX, 1);
         libc::mallopt(libc::M_TRIM_THRESHOLD, 64 << 10);
     }
+}
+
+/// Give the kernel back what the heap does not need any more, after a start.
+#[allow(unsafe_code)]
+pub fn give_memory_back() {
+    // SAFETY: the allocator's own, for any state of it.
+    unsafe { libc::malloc_trim(0) };
 }

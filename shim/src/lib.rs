@@ -18,6 +18,7 @@ pub mod facts;
 mod flags;
 mod log;
 mod mounts;
+mod network;
 pub mod paths;
 mod process;
 pub mod process_identity;

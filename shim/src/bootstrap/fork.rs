@@ -4,7 +4,7 @@
 #![allow(unsafe_code)]
 
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
 /// Which of the two processes this is.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ const READY: &[u8] = b"\0ready";
 
 /// Fork. The child keeps its standard streams and `kept`, and no other descriptor. The process must
 /// have one thread only.
-pub fn fork(kept: &[&dyn AsRawFd]) -> io::Result<Role> {
+pub fn fork(kept: &[BorrowedFd<'_>]) -> io::Result<Role> {
     let (reader, writer) = io::pipe()?;
     // SAFETY: there is one thread, so the child's memory is that of a whole process.
     match unsafe { libc::fork() } {

@@ -25,6 +25,7 @@ use crate::cleanup;
 use crate::daemon::Start;
 use crate::facts::{self, Facts, FactsFile};
 use crate::flags::{Action, Flags};
+use crate::network;
 use crate::process::timestamp;
 use crate::process_identity::ProcessIdentity;
 use crate::spec::BundleSpec;
@@ -93,6 +94,8 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
     };
+    // Without it each VMM gets an empty namespace of its own.
+    let vmm_network = network::pinned(&facts::root().join(".network")).ok();
     let start = Start {
         namespace: flags.namespace.clone(),
         id: flags.id.clone(),
@@ -100,11 +103,12 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
         spec,
         facts,
         listener,
+        vmm_network,
         events_address: bootstrap.events_address(),
         debug: flags.debug || bootstrap.wants_debug(),
         trace,
     };
-    match fork::fork(&[&start.listener])? {
+    match fork::fork(&start.descriptors())? {
         Role::Child(parent) => {
             let taken = start.take_over();
             parent.report(taken.as_ref().err());

@@ -34,6 +34,8 @@ pub struct Plan {
     pub installation: Installation,
     /// vCPUs and memory.
     pub shape: Shape,
+    /// The VMM's network namespace; a new one without.
+    pub network: Option<OwnedFd>,
     /// The cgroup for the VMM, if it is to be moved.
     pub cgroup: Option<PathBuf>,
     /// The kernel's readiness to kill the VMM for memory.
@@ -60,6 +62,7 @@ impl Sandbox {
         let Plan {
             installation,
             shape,
+            network,
             cgroup,
             oom_score_adj,
         } = plan;
@@ -70,7 +73,7 @@ impl Sandbox {
             let launch = Launch {
                 program: &program,
                 root: &root,
-                network_namespace: None,
+                network_namespace: network.as_ref().map(AsFd::as_fd),
                 log: Some(log.as_fd()),
             };
             launch.start()

@@ -78,6 +78,7 @@ impl Sandbox {
             }
         }
         self.write_trace();
+        crate::daemon::give_memory_back();
     }
 
     /// What a process is doing.
