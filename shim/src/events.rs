@@ -8,8 +8,8 @@
 
 use std::time::{Duration, SystemTime};
 
+use containerd_shim_protos::protobuf::Message;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
-use containerd_shim_protos::protobuf::{MessageDyn, MessageFull};
 use containerd_shim_protos::shim::event::Envelope;
 use containerd_shim_protos::shim::events::ForwardRequest;
 use containerd_shim_protos::shim_async::EventsClient;
@@ -55,7 +55,7 @@ impl Publisher {
     }
 
     /// Queue `event` under `topic`. Its place in the order is taken when this returns.
-    pub fn publish(&self, topic: &str, event: &impl MessageFull) {
+    pub fn publish<Event: Message>(&self, topic: &str, event: &Event) {
         let value = match event.write_to_bytes() {
             Ok(value) => value,
             Err(error) => return error!(topic, %error, "encoding an event"),
@@ -64,7 +64,9 @@ impl Publisher {
         envelope.timestamp = Some(SystemTime::now().into()).into();
         envelope.namespace.clone_from(&self.namespace);
         envelope.topic = topic.to_owned();
-        let type_url = MessageDyn::descriptor_dyn(event).full_name().to_owned();
+        // All of them are of this package. Asking the message itself for its full name would build
+        // the descriptors of all messages, half a megabyte of them.
+        let type_url = format!("containerd.events.{}", Event::NAME);
         envelope.event = Some(Any {
             type_url,
             value,
@@ -168,7 +170,6 @@ mod tests {
 
     use async_trait::async_trait;
     use containerd_shim_protos::events::task::{TaskExit, TaskStart};
-    use containerd_shim_protos::protobuf::Message;
     use containerd_shim_protos::protobuf::well_known_types::empty::Empty;
     use containerd_shim_protos::shim_async::{Events, create_events};
     use ttrpc::asynchronous::{Server, TtrpcContext};
