@@ -57,7 +57,11 @@ async fn to_the_end<T: Send + 'static>(
 }
 
 fn refused(call: &'static str, error: TaskError) -> ttrpc::Error {
-    info!(call, %error, "refused");
+    match error {
+        // An everyday answer: clients ask to find out.
+        TaskError::NotFound(_) => debug!(call, %error, "refused"),
+        _ => info!(call, %error, "refused"),
+    }
     error.into()
 }
 

@@ -13,6 +13,7 @@ mod input;
 mod reply;
 mod socket;
 
+use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,6 +21,8 @@ use std::process::ExitCode;
 use containerd_shim_protos::api::DeleteResponse;
 use containerd_shim_protos::protobuf::Message;
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
+
+use rustix::fs::{FlockOperation, flock};
 
 use crate::cleanup;
 use crate::daemon::Start;
@@ -79,6 +82,8 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
         &sandbox,
     );
     let reply = Reply::new(&socket, bootstrap.is_modern());
+    // Until the socket is bound, so that of two starts for one sandbox the second finds it.
+    let claiming = lock_starts()?;
     if socket::is_served(&socket) {
         // The sandbox of a pod: its shim serves this container too.
         reply.give(&bundle)?;
@@ -108,6 +113,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
         debug: flags.debug || bootstrap.wants_debug(),
         trace,
     };
+    drop(claiming);
     match fork::fork(&start.descriptors())? {
         Role::Child(parent) => {
             let taken = start.take_over();
@@ -127,6 +133,19 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+/// Wait until no other start looks for its sandbox and makes it.
+fn lock_starts() -> io::Result<File> {
+    fs::create_dir_all(facts::root())?;
+    let path = facts::root().join(".starts");
+    let file = File::options()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path)?;
+    flock(&file, FlockOperation::LockExclusive)?;
+    Ok(file)
 }
 
 /// Remove what an earlier sandbox of this name has left, and write down what is going to be made.

@@ -12,6 +12,7 @@ use crate::container::{Container, Exec};
 use crate::error::TaskError;
 use crate::facts::Exit;
 use crate::process::{Life, Process};
+use crate::spec::guest_process;
 use crate::stdio::Paths;
 
 impl Sandbox {
@@ -31,7 +32,10 @@ impl Sandbox {
             stderr: request.stderr,
             terminal: request.terminal,
         };
-        let spec = request.spec.unwrap_or_default();
+        let mut spec = request.spec.unwrap_or_default();
+        spec.value = guest_process(&spec.value).map_err(|error| {
+            TaskError::InvalidArgument(format!("exec {}: spec: {error}", request.exec_id))
+        })?;
         let exec = container.add_exec(&request.exec_id, |guest_id| {
             Exec::new(Process::new(&request.exec_id, guest_id, paths), spec)
         })?;

@@ -24,9 +24,7 @@ pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize]) -> Value {
         }
     }
     if let Some(process) = object(&mut json, "process") {
-        // Profiles of the host's security modules; the guest's kernel has none loaded.
-        process.remove("apparmorProfile");
-        process.remove("selinuxLabel");
+        leave_host_profiles(process);
     }
     if let Some(linux) = object(&mut json, "linux") {
         linux.remove("mountLabel");
@@ -41,6 +39,19 @@ pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize]) -> Value {
         }
     }
     json
+}
+
+/// The process of an exec, an OCI process in JSON, for the guest.
+pub fn guest_process(text: &[u8]) -> Result<Vec<u8>, serde_json::Error> {
+    let mut process: Map<String, Value> = serde_json::from_slice(text)?;
+    leave_host_profiles(&mut process);
+    serde_json::to_vec(&process)
+}
+
+/// Profiles of the host's security modules go: the guest's kernel has none loaded.
+fn leave_host_profiles(process: &mut Map<String, Value>) {
+    process.remove("apparmorProfile");
+    process.remove("selinuxLabel");
 }
 
 fn object<'a>(json: &'a mut Value, name: &str) -> Option<&'a mut Map<String, Value>> {
@@ -84,6 +95,16 @@ mod tests {
                 },
             })
         );
+    }
+
+    #[test]
+    fn test_an_exec_s_process_loses_the_host_s_profiles_only() {
+        let text = br#"{"args":["sh"],"apparmorProfile":"docker-default","cwd":"/","x":[1]}"#;
+        let process: Value = serde_json::from_slice(&guest_process(text).unwrap()).unwrap();
+        assert_eq!(process, json!({ "args": ["sh"], "cwd": "/", "x": [1] }));
+        for bad in [&b""[..], b"[]", b"{"] {
+            assert!(guest_process(bad).is_err());
+        }
     }
 
     #[test]

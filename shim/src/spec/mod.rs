@@ -16,7 +16,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use thiserror::Error;
 
-pub use guest::guest_spec;
+pub use guest::{guest_process, guest_spec};
 pub use shape::shape;
 
 /// Why a bundle is refused. Each text names the field.

@@ -12,6 +12,7 @@ use containerd_shim_protos::api::{
     CloseIORequest, CreateTaskRequest, DeleteRequest, ExecProcessRequest, KillRequest,
     StartRequest, StateRequest, Status, WaitRequest,
 };
+use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::json;
 use ttrpc::Code;
@@ -163,6 +164,11 @@ impl Scene {
         let request = ExecProcessRequest {
             id: "web".into(),
             exec_id: exec_id.into(),
+            spec: Some(Any {
+                value: b"{}".to_vec(),
+                ..Any::default()
+            })
+            .into(),
             ..ExecProcessRequest::default()
         };
         self.sandbox.clone().exec(request).await
