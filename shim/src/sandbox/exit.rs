@@ -17,7 +17,6 @@ use crate::agent::Agent;
 use crate::container::{Container, Exec};
 use crate::facts::{Exit, KILLED};
 use crate::process::{Process, timestamp};
-use crate::vmm::Vmm;
 
 /// For how long output may stand still after the end of a first process before its exit is told
 /// all the same. The rest is delivered when somebody reads again.
@@ -126,16 +125,13 @@ impl Sandbox {
     }
 
     /// Watch a started exec to its end.
-    pub(super) async fn watch_exec(
-        self: Arc<Self>,
-        container: Arc<Container>,
-        vmm: Arc<Vmm>,
-        agent: Agent,
-        exec: Arc<Exec>,
-    ) {
+    pub(super) async fn watch_exec(self: Arc<Self>, container: Arc<Container>, exec: Arc<Exec>) {
+        let (Some(vmm), Some(agent)) = (self.vmm.get(), container.agent.get()) else {
+            return;
+        };
         let process = &exec.process;
         let status = tokio::select! {
-            status = wait(&agent, &container.id, &process.guest_id) => match status {
+            status = wait(agent, &container.id, &process.guest_id) => match status {
                 Ok(status) => status,
                 Err(error) => {
                     warn!(container = container.id, exec = process.exec_id, %error, "an exec is lost");
