@@ -10,7 +10,7 @@ use containerd_shim_protos::api::{KillRequest, WaitRequest};
 use containerd_shim_protos::events::task::TaskExit;
 use containerd_shim_protos::topics::TASK_EXIT_EVENT_TOPIC;
 use rustix::process::Signal;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use super::Sandbox;
 use crate::agent::Agent;
@@ -57,6 +57,7 @@ impl Sandbox {
             }
         });
         self.tell_exit(&container, init, exit);
+        debug!(status = exit.status, "the container has ended");
         // Nothing of the VM is needed any more; its end need not be waited for.
         self.tear_down().await;
     }

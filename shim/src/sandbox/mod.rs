@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use tokio::sync::{Notify, OnceCell};
 use tokio::task::JoinHandle;
-use tracing::{error, warn};
+use tracing::{debug, error, warn};
 
 use crate::anchor::Anchor;
 use crate::cgroup;
@@ -165,21 +165,26 @@ impl Sandbox {
         if let Some(vmm) = self.vmm.get() {
             vmm.kill();
             vmm.wait_for_end().await;
+            debug!("the VMM is gone");
         }
         let container = self.lock_container().clone();
         if let Some(container) = container {
             container.anchor.kill();
             container.anchor_ended().await;
+            debug!("the anchor is gone");
             let unmounted = tokio::task::spawn_blocking(move || container.mounts.unmount()).await;
             match unmounted {
-                Ok(Ok(())) => {}
+                Ok(Ok(())) => debug!("the container's mounts are gone"),
                 Ok(Err(error)) => warn!(%error, "unmounting a container"),
                 Err(error) => warn!(%error, "unmounting a container"),
             }
         }
         if let Some(path) = self.facts.get().cgroup {
             match cgroup::remove(&path) {
-                Ok(()) => self.note(|facts| facts.cgroup = None),
+                Ok(()) => {
+                    debug!("the cgroup is gone");
+                    self.note(|facts| facts.cgroup = None);
+                }
                 // `delete` tries again.
                 Err(error) => warn!(%error, "removing the sandbox's cgroup"),
             }
