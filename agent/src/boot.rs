@@ -56,7 +56,7 @@ const FILE_SYSTEMS: [(&str, &str, MsFlags, &str); 9] = [
     ("devtmpfs", "/dev", MsFlags::MS_NOSUID, "mode=0755"),
     ("proc", "/proc", HARDENED, ""),
     ("sysfs", "/sys", HARDENED, ""),
-    ("cgroup2", "/sys/fs/cgroup", HARDENED, ""),
+    ("cgroup2", "/sys/fs/cgroup", HARDENED, "favordynmods"),
     (
         "tmpfs",
         "/run",

@@ -28,6 +28,9 @@ use crate::streams::{ProcessStreams, StreamTable};
 /// Longest id of a container or an exec; with it a path of a socket still fits its address.
 const ID_LENGTH: usize = 76;
 
+/// How many helpers wait in a template: for a container, and for the first exec in it.
+const READY_HELPERS: usize = 2;
+
 /// How long a container may take to freeze.
 const FREEZING: Duration = Duration::from_secs(5);
 
@@ -107,6 +110,11 @@ impl Engine {
     /// Where things are kept.
     pub fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    /// Has helpers wait for the first requests.
+    pub fn prepare(&self) -> Result<(), Refusal> {
+        self.launcher.prepare(READY_HELPERS)
     }
 
     /// One by its id.

@@ -73,6 +73,7 @@ impl Sandbox for SandboxService {
 
     async fn quiesce(&self, _: &TtrpcContext, _: QuiesceRequest) -> ttrpc::Result<QuiesceResponse> {
         warm_up(&self.engine).await?;
+        self.engine.prepare()?;
         if self.is_guest {
             give_memory_back()
                 .map_err(|error| Refusal::failed(format!("give memory back: {error}")))?;

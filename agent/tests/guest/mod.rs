@@ -109,6 +109,10 @@ impl Guest {
         self.directory.path()
     }
 
+    pub fn agent_pid(&self) -> u32 {
+        self.agent.id()
+    }
+
     pub fn root(&self) -> PathBuf {
         self.directory().join("root")
     }
