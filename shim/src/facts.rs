@@ -24,7 +24,7 @@ const FORMAT: u32 = 1;
 /// Everything of one sandbox that outlives a killed shim.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
-    /// [`FORMAT`] of the writer.
+    /// Format of the writer; counts up when the meaning of a field changes.
     pub format: u32,
     /// containerd's namespace.
     pub namespace: String,
