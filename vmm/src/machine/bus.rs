@@ -36,9 +36,14 @@ impl Bus {
         }
     }
 
-    /// Start the devices whose drivers are ready.
-    pub fn activate(&self) -> Result<(), PciError> {
-        lock(&self.pci).activate()
+    /// Connect the devices whose drivers are ready: from now on they miss nothing of the guest.
+    pub fn connect(&self) -> Result<(), PciError> {
+        self.pci().connect()
+    }
+
+    /// Start the devices that are connected.
+    pub fn start(&self) -> Result<(), PciError> {
+        self.pci().start()
     }
 
     /// Stop all devices.

@@ -129,18 +129,21 @@ impl Machine {
         })
     }
 
-    /// Start the devices, then the vCPUs. Only once.
+    /// Run the vCPUs and the devices. Only once.
+    ///
+    /// The devices' threads start when the guest runs already. It cannot tell: nothing that it
+    /// notifies is missed, and an access to a device's registers waits for the bus.
     pub fn run(&mut self) -> Result<(), MachineError> {
         let Vcpus::Ready(vcpus) = std::mem::replace(&mut self.vcpus, Vcpus::Stopped) else {
             return Err(MachineError::Phase("has been started already"));
         };
-        self.bus.activate()?;
+        self.bus.connect()?;
         if self.restored {
             generation::announce(&self.vm)?;
         }
         let io: Arc<dyn GuestIo> = self.bus.clone();
         self.vcpus = Vcpus::Running(RunningVcpus::start(vcpus, &io, &self.notice)?);
-        Ok(())
+        Ok(self.bus.start()?)
     }
 
     /// vCPUs and memory.

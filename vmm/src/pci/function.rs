@@ -40,6 +40,8 @@ pub struct Function {
     bar: u64,
     /// Notification events by queue number while the device is active.
     notifications: Vec<(u16, EventFd)>,
+    /// The queues of a device that is connected and not yet active.
+    connected: Option<Vec<ActiveQueue>>,
     active: bool,
 }
 
@@ -66,6 +68,7 @@ impl Function {
             memory,
             bar,
             notifications: Vec::new(),
+            connected: None,
             active: false,
         })
     }
@@ -160,8 +163,16 @@ impl Function {
 
     /// Start the device if its driver is ready and there is something behind it.
     pub fn activate(&mut self) -> Result<(), PciError> {
+        self.connect()?;
+        self.start()
+    }
+
+    /// The first half of [`Function::activate`]: wire notifications and interrupts. What the driver
+    /// notifies from now on waits for the device.
+    pub fn connect(&mut self) -> Result<(), PciError> {
         let ready = u32::from(self.common.status) & VIRTIO_CONFIG_S_DRIVER_OK != 0;
-        if self.active || !ready || !self.device.has_backing() {
+        let connected = self.active || self.connected.is_some();
+        if connected || !ready || !self.device.has_backing() {
             return Ok(());
         }
         let queues = self.active_queues()?;
@@ -177,6 +188,15 @@ impl Function {
                 .map_err(PciError::system("connecting a notification"))?;
             self.notifications.push((queue.index, event));
         }
+        self.connected = Some(queues);
+        Ok(())
+    }
+
+    /// The second half of [`Function::activate`]: start the device, if it is connected.
+    pub fn start(&mut self) -> Result<(), PciError> {
+        let Some(queues) = self.connected.take() else {
+            return Ok(());
+        };
         let activation = Activation {
             memory: self.memory.clone(),
             queues,
@@ -230,6 +250,7 @@ impl Function {
                 .release_notification(&event, self.notify_address(queue));
         }
         self.msix.disconnect();
+        self.connected = None;
         self.active = false;
     }
 

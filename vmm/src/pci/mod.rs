@@ -186,6 +186,13 @@ impl PciRoot {
 
     /// Start every device whose driver is ready and that has something behind it.
     pub fn activate(&mut self) -> Result<(), PciError> {
+        self.connect()?;
+        self.start()
+    }
+
+    /// The first half of [`PciRoot::activate`]: route interrupts and wire notifications. The guest may
+    /// run from now on: what it notifies waits for the device.
+    pub fn connect(&mut self) -> Result<(), PciError> {
         let routes: Vec<_> = self
             .functions
             .iter()
@@ -194,7 +201,12 @@ impl PciRoot {
         self.router
             .route(routes)
             .map_err(PciError::system("routing interrupts"))?;
-        self.functions.iter_mut().try_for_each(Function::activate)
+        self.functions.iter_mut().try_for_each(Function::connect)
+    }
+
+    /// The second half of [`PciRoot::activate`]: start every device that is connected.
+    pub fn start(&mut self) -> Result<(), PciError> {
+        self.functions.iter_mut().try_for_each(Function::start)
     }
 
     /// Stop every device: afterwards nothing of the bus touches guest memory.
