@@ -111,13 +111,11 @@ fn manifest_of_another_key() {
         let path = template.join("manifest.json");
         let text = fs::read_to_string(&path).expect("it is text");
         let mut manifest: serde_json::Value = serde_json::from_str(&text).expect("it is JSON");
-        let inputs = manifest["inputs"]
-            .as_object_mut()
-            .expect("the key's inputs are there");
-        let release = inputs
-            .get_mut("kernel_release")
-            .expect("the host's kernel is part of the key");
-        *release = "1.2.3-other".into();
+        let line = &mut manifest["inputs"]["command_line"];
+        let text = line
+            .as_str()
+            .expect("the guest's command line is part of the key");
+        *line = format!("{text} other").into();
         fs::write(&path, manifest.to_string()).expect("root may");
     });
 }
