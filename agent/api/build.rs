@@ -10,7 +10,10 @@ fn main() {
         .inputs(["protos/agent.proto"])
         .include("protos")
         .rust_protobuf()
-        .customize(Customize { async_all: true, ..Default::default() })
+        .customize(Customize {
+            async_all: true,
+            ..Default::default()
+        })
         .rust_protobuf_customize(ProtobufCustomize::default().gen_mod_rs(true))
         .run()
         .expect("agent.proto must compile");

@@ -60,7 +60,9 @@ mod tests {
 
     #[test]
     fn test_header_round_trip() {
-        let header = StreamHeader { id: 0x0123_4567_89ab_cdef };
+        let header = StreamHeader {
+            id: 0x0123_4567_89ab_cdef,
+        };
         assert_eq!(StreamHeader::decode(header.encode()), Ok(header));
     }
 
@@ -72,14 +74,23 @@ mod tests {
             bad[position] ^= 1;
             assert_eq!(StreamHeader::decode(bad), Err(InvalidHeader));
         }
-        assert_eq!(StreamHeader::decode(StreamHeader { id: 0 }.encode()), Err(InvalidHeader));
+        assert_eq!(
+            StreamHeader::decode(StreamHeader { id: 0 }.encode()),
+            Err(InvalidHeader)
+        );
     }
 
     #[test]
     fn test_stream_uri() {
         assert_eq!(parse_stream_uri(&stream_uri(9)), Ok(Some(9)));
         assert_eq!(parse_stream_uri(""), Ok(None));
-        for bad in ["stream://", "stream://0", "stream://-1", "/run/fifo", "stream://1x"] {
+        for bad in [
+            "stream://",
+            "stream://0",
+            "stream://-1",
+            "/run/fifo",
+            "stream://1x",
+        ] {
             assert_eq!(parse_stream_uri(bad), Err(InvalidHeader), "{bad}");
         }
     }
