@@ -43,7 +43,7 @@ impl DigestCache {
     }
 
     fn read(path: &Path) -> Option<Vec<Entry>> {
-        let mut text = Vec::new();
+        let mut text = Vec::with_capacity(4096);
         File::open(path)
             .ok()?
             .take(MAX_BYTES)
@@ -52,16 +52,17 @@ impl DigestCache {
         serde_json::from_slice(&text).ok()
     }
 
-    /// The digest of a file, computed if need be.
-    pub fn digest(&mut self, file: &File) -> io::Result<Digest> {
-        let identity = FileIdentity::of(file)?;
+    /// The digest of the file at `path`, computed if need be. A file that is known is not opened.
+    pub fn digest(&mut self, path: &Path) -> io::Result<Digest> {
+        let identity = FileIdentity::from_metadata(&std::fs::metadata(path)?);
         if let Some(entry) = self.entries.iter().find(|entry| entry.file == identity) {
             return Ok(entry.sha256);
         }
-        let sha256 = Digest::of_file(file)?;
+        let file = File::open(path)?;
+        let sha256 = Digest::of_file(&file)?;
         // A file that has changed while it was read, or a moment before, may change once more
         // without a trace in its metadata: it is read again next time.
-        if FileIdentity::of(file)? == identity && !identity.is_fresh(now_ns()) {
+        if FileIdentity::of(&file)? == identity && !identity.is_fresh(now_ns()) {
             self.entries.insert(
                 0,
                 Entry {
@@ -109,19 +110,18 @@ mod tests {
 
     /// A file as it is some time after it was written. Only the mtime can be set, so the test waits
     /// for the ctime to age.
-    fn settled_file(path: &Path, content: &[u8]) -> File {
+    fn settled_file(path: &Path, content: &[u8]) {
         std::fs::write(path, content).unwrap();
         std::thread::sleep(Duration::from_millis(2100));
-        File::open(path).unwrap()
     }
 
     #[test]
     fn test_settled_file_is_digested_once_and_again_after_a_change() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
-        let file = settled_file(&path, b"content");
+        settled_file(&path, b"content");
         let mut cache = DigestCache::load(directory.path());
-        assert_eq!(cache.digest(&file).unwrap(), Digest::of(b"content"));
+        assert_eq!(cache.digest(&path).unwrap(), Digest::of(b"content"));
         cache.store().unwrap();
 
         // A wrong digest in the cache shows that it is used.
@@ -130,10 +130,10 @@ mod tests {
         let text = text.replace(&Digest::of(b"content").to_string(), &wrong.to_string());
         std::fs::write(&cache.path, text).unwrap();
         let mut cache = DigestCache::load(directory.path());
-        assert_eq!(cache.digest(&file).unwrap(), wrong);
+        assert_eq!(cache.digest(&path).unwrap(), wrong);
 
         std::fs::write(&path, b"contest").unwrap();
-        assert_eq!(cache.digest(&file).unwrap(), Digest::of(b"contest"));
+        assert_eq!(cache.digest(&path).unwrap(), Digest::of(b"contest"));
     }
 
     #[test]
@@ -142,7 +142,7 @@ mod tests {
         let path = directory.path().join("file");
         std::fs::write(&path, b"content").unwrap();
         let mut cache = DigestCache::load(directory.path());
-        cache.digest(&File::open(&path).unwrap()).unwrap();
+        cache.digest(&path).unwrap();
         assert!(cache.entries.is_empty());
     }
 

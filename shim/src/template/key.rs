@@ -1,7 +1,5 @@
 //! What a template is made from, and the key that follows from it.
 
-use std::fs::File;
-use std::io;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -48,8 +46,9 @@ impl KeyInputs {
         cache: &mut DigestCache,
     ) -> Result<Self, TemplateError> {
         let mut digest = |path: &Path| {
-            let file = File::open(path).map_err(|source| reading(path, source))?;
-            cache.digest(&file).map_err(|source| reading(path, source))
+            let reading =
+                |source| TemplateError::system(format!("reading {}", path.display()), source);
+            cache.digest(path).map_err(reading)
         };
         Ok(Self {
             format_epoch: FORMAT_EPOCH,
@@ -71,10 +70,6 @@ impl KeyInputs {
         let text = serde_json::to_vec(self).unwrap_or_default();
         Digest::of(&text)
     }
-}
-
-fn reading(path: &Path, source: io::Error) -> TemplateError {
-    TemplateError::system(format!("reading {}", path.display()), source)
 }
 
 #[cfg(test)]

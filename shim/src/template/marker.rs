@@ -37,7 +37,7 @@ impl Markers {
 
     /// The marker of `key`; one that cannot be read is none.
     pub fn read(&self, key: TemplateKey) -> Option<Marker> {
-        let mut text = Vec::new();
+        let mut text = Vec::with_capacity(1024);
         File::open(self.path(key))
             .ok()?
             .take(4096)

@@ -396,7 +396,7 @@ impl Entry {
             }
         };
         let manifest_file = open("manifest.json")?;
-        let mut text = Vec::new();
+        let mut text = Vec::with_capacity(4096);
         (&manifest_file)
             .take(Manifest::MAX_BYTES + 1)
             .read_to_end(&mut text)
