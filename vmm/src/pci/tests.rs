@@ -309,6 +309,44 @@ fn test_restored_function_activates_with_its_queues_and_routes() {
     assert_eq!(recorder.routes.lock().unwrap()[&25].data, 0x41);
 }
 
+/// A restored function whose device has backing now, and what watches it.
+fn restored() -> (PciRoot, Arc<Recorder>, Idle) {
+    let slot = Idle {
+        without_backing: true,
+        ..Default::default()
+    };
+    let (mut template, _) = bus(slot);
+    set_up(&mut template, 0x4000);
+    driver_ok(&mut template);
+    let device = Idle::default();
+    let (mut clone, recorder) = bus(device.clone());
+    clone.restore(template.save().unwrap()).unwrap();
+    (clone, recorder, device)
+}
+
+#[test]
+fn test_a_notification_between_connect_and_start_waits_for_the_device() {
+    let (mut clone, recorder, device) = restored();
+    clone.connect().unwrap();
+    assert!(device.activation.lock().unwrap().is_none());
+    let notifications = recorder.notifications.lock().unwrap();
+    notifications[&(BAR + layout::NOTIFY)].write(1).unwrap();
+    clone.start().unwrap();
+    let activation = device.activation.lock().unwrap();
+    let queue = &activation.as_ref().unwrap().queues[0];
+    assert_eq!(queue.notify.read().unwrap(), 1);
+}
+
+#[test]
+fn test_a_reset_between_connect_and_start_leaves_nothing_to_start() {
+    let (mut clone, recorder, device) = restored();
+    clone.connect().unwrap();
+    clone.window_write(BAR + u64::from(STATUS), &[0]);
+    clone.start().unwrap();
+    assert!(device.activation.lock().unwrap().is_none());
+    assert!(recorder.notifications.lock().unwrap().is_empty());
+}
+
 #[test]
 fn test_restore_refuses_what_does_not_fit() {
     let (mut template, _) = bus(Idle::default());
