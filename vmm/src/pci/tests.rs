@@ -341,7 +341,7 @@ fn test_a_notification_between_connect_and_start_waits_for_the_device() {
 fn test_a_reset_between_connect_and_start_leaves_nothing_to_start() {
     let (mut clone, recorder, device) = restored();
     clone.connect().unwrap();
-    clone.window_write(BAR + u64::from(STATUS), &[0]);
+    clone.window_write(BAR + 0x14, &[0]);
     clone.start().unwrap();
     assert!(device.activation.lock().unwrap().is_none());
     assert!(recorder.notifications.lock().unwrap().is_empty());
