@@ -10,7 +10,7 @@ RELEASE := $(TARGET)/release
 export THAW_STAGE := $(CURDIR)/target/stage
 # The end-to-end tests run where guests can: cargo hands their program to tests/run.
 E2E := CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$(CURDIR)/tests/run \
-	cargo test --profile e2e -p thaw-tests
+	cargo test -p thaw-tests
 
 .PHONY: all help setup kernel build install stage demo lint unit e2e e2e-runc test test-long soak bench
 

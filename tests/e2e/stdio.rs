@@ -2,7 +2,7 @@
 
 use std::io::Read;
 
-use thaw_tests::{Testbed, Version, on_containerd, on_each_containerd};
+use thaw_tests::{Testbed, Version, finish_when_ready, on_containerd, on_each_containerd};
 
 /// The numbers up to `last`, one a line.
 fn numbers(last: u32) -> Vec<u8> {
@@ -53,17 +53,20 @@ on_each_containerd! {
         assert!(run.out == numbers(100_000), "{run}");
     }
 
-    /// A program that gets nothing to read sees the end of its input at once.
+    /// A program sees the end of an input in which there was nothing.
     fn no_input(bed: &Testbed) {
-        let run = bed.run().shell("cat; echo done").output().succeeded();
+        let line = "echo ready; cat; echo done";
+        let run = bed.run().shell(line).output_with_input_when_ready(b"").succeeded();
         assert_eq!(run.stdout(), "done\n");
-        let exec = bed.sleeper().exec_shell("cat; echo done").succeeded();
+        let sleeper = bed.sleeper();
+        let exec = finish_when_ready(&mut sleeper.exec_command(["sh", "-c", line]), b"").succeeded();
         assert_eq!(exec.stdout(), "done\n");
     }
 
     /// The end of the input reaches the program while its output stays open.
     fn half_close(bed: &Testbed) {
-        let run = bed.run().shell("cat > /tmp/in; wc -c < /tmp/in").output_with_input(&[b'x'; 100_000]).succeeded();
+        let line = "echo ready; cat > /tmp/in; wc -c < /tmp/in";
+        let run = bed.run().shell(line).output_with_input_when_ready(&[b'x'; 100_000]).succeeded();
         assert_eq!(run.stdout(), "100000\n");
     }
 

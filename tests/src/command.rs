@@ -1,6 +1,6 @@
 //! Commands that end in time.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread;
@@ -139,6 +139,51 @@ pub fn finish_within(command: &mut Command, input: &[u8], limit: Duration) -> Fi
         !late,
         "not done after {limit:?}, so it was killed: {finished}"
     );
+    finished
+}
+
+/// Runs `command`, which says `ready` in a line of its own first, and gives it `input` and the end of it
+/// only then. ctr tells containerd of the end of its own input only when it comes after the task was
+/// made, with any runtime; a program that has spoken shows that it was.
+///
+/// # Panics
+///
+/// When it cannot be started, says anything else first, or is not done after [`crate::LIMIT`].
+#[track_caller]
+pub fn finish_when_ready(command: &mut Command, input: &[u8]) -> Finished {
+    let shown = show(command);
+    let begun = Instant::now();
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command
+        .spawn()
+        .unwrap_or_else(|error| panic!("starting `{shown}`: {error}"));
+    let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+    let late = Alarm::set(&child, crate::LIMIT);
+    let mut stdout = BufReader::new(stdout.expect("it was piped"));
+    let mut first = String::new();
+    let (status, out, err) = thread::scope(|scope| {
+        let err = scope.spawn(|| read_all(stderr));
+        // Nothing but the expected line is an answer; the error below says so.
+        let _ = stdout.read_line(&mut first);
+        let writer = scope.spawn(move || stdin.map(|mut stdin| stdin.write_all(input)));
+        let out = read_all(Some(stdout));
+        drop(writer.join());
+        (child.wait(), out, err.join().unwrap_or_default())
+    });
+    let late = late.stop();
+    let status = status.unwrap_or_else(|error| panic!("waiting for `{shown}`: {error}"));
+    let finished = Finished {
+        command: shown,
+        code: code(status),
+        out,
+        err,
+        took: begun.elapsed(),
+    };
+    assert!(!late, "not done in time, so it was killed: {finished}");
+    assert!(first == "ready\n", "{first:?} came first: {finished}");
     finished
 }
 

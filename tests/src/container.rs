@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::command::{Finished, finish, finish_within};
+use crate::command::{Finished, finish, finish_when_ready, finish_within};
 use crate::environment::{Environment, IMAGE, USER_IMAGE};
 use crate::testbed::{LIMIT, Testbed};
 
@@ -92,6 +92,12 @@ impl<'a> Run<'a> {
     #[track_caller]
     pub fn output_with_input(&self, input: &[u8]) -> Finished {
         finish_within(&mut self.to_command(&["--rm"]), input, LIMIT)
+    }
+
+    /// Runs it to its end; it gets `input` and the end of it once it has said `ready`.
+    #[track_caller]
+    pub fn output_with_input_when_ready(&self, input: &[u8]) -> Finished {
+        finish_when_ready(&mut self.to_command(&["--rm"]), input)
     }
 
     /// Starts it beside the test, whose output is not read until [`Child::wait_with_output`].

@@ -22,7 +22,7 @@ mod host;
 mod testbed;
 pub mod thaw;
 
-pub use command::{Alarm, Finished, finish, finish_within, show};
+pub use command::{Alarm, Finished, finish, finish_when_ready, finish_within, show};
 pub use container::{Container, Run};
 pub use environment::{Environment, Version};
 pub use testbed::{LIMIT, Testbed, on_containerd};
