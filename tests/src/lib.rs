@@ -24,5 +24,6 @@ pub mod thaw;
 
 pub use command::{Alarm, Finished, finish, finish_when_ready, finish_within, show};
 pub use container::{Container, Run};
+pub use containerd::NAMESPACE;
 pub use environment::{Environment, Version};
 pub use testbed::{LIMIT, Testbed, on_containerd};
