@@ -9,8 +9,8 @@ RELEASE := $(TARGET)/release
 # What is run without being installed: an installed tree of its own, which may lie anywhere.
 export THAW_STAGE := $(CURDIR)/target/stage
 # The end-to-end tests run where guests can: cargo hands their program to tests/run.
-E2E := CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$(CURDIR)/tests/run \
-	cargo test -p thaw-tests
+RUNNER := CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER
+E2E := $(RUNNER)=$(CURDIR)/tests/run cargo test -p thaw-tests
 
 .PHONY: all help setup kernel build install stage demo lint unit e2e e2e-runc test test-long soak bench
 
@@ -74,7 +74,7 @@ unit:
 
 #: make e2e        the end-to-end tests, on real containerd; T=run:: picks those whose name has it
 e2e: stage
-	$(E2E) -- $(T)
+	$(if $(T),$(E2E) -- $(T),$(RUNNER)=$(CURDIR)/tests/all cargo test -p thaw-tests)
 
 #: make e2e-runc   those end-to-end tests that hold for every runtime, with runc: a test of the tests
 e2e-runc:

@@ -62,7 +62,8 @@ on_each_containerd! {
         let io = fs::read_to_string(format!("/proc/{vmm}/io")).expect("the VMM runs");
         let read = io.lines().find_map(|line| line.strip_prefix("rchar: ")).and_then(|bytes| bytes.parse::<u64>().ok());
         let allocated = fs::metadata(template.join("memory")).expect("a template has it").blocks() * 512;
-        assert!(allocated > 8 << 20, "a kernel's memory is larger than {allocated} bytes");
-        assert!(read.is_some_and(|read| read < 1 << 20), "{io}");
+        assert!(allocated > 16 << 20, "a kernel's memory is larger than {allocated} bytes");
+        // What its file server has read of the container's files counts too: a megabyte or two.
+        assert!(read.is_some_and(|read| read < allocated / 4), "{allocated} are allocated, {io}");
     }
 }

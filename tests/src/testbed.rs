@@ -1,11 +1,12 @@
 //! What one test has: a containerd of one version, and a clean host before and after.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::command::{finish, finish_within};
 use crate::container::{Container, Run};
@@ -69,6 +70,7 @@ pub fn on_containerd(version: Version, name: &str, test: impl FnOnce(&Testbed)) 
         .or_insert_with(|| Arc::new(prepare(version)))
         .clone();
     let bundles = containerd.bundles();
+    let begun = Instant::now();
     let before = Host::look(&bundles);
     let log = containerd.log().len();
     let bed = Testbed {
@@ -80,6 +82,13 @@ pub fn on_containerd(version: Version, name: &str, test: impl FnOnce(&Testbed)) 
     let result = catch_unwind(AssertUnwindSafe(|| test(&bed)));
     bed.remove_containers();
     let left = Host::left_since(&bed.before, &bundles);
+    // Not by a macro, whose output the test harness keeps to itself: a slow test is to be seen.
+    let _ = writeln!(
+        std::io::stderr(),
+        "  {name} on {}: {:.1} s",
+        version.name(),
+        begun.elapsed().as_secs_f64()
+    );
     if result.is_err() || !left.is_empty() {
         let all = bed.containerd.log();
         eprintln!(
