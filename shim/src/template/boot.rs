@@ -12,7 +12,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use thaw_agent_api::agent::QuiesceRequest;
 use thaw_agent_api::agent_ttrpc::SandboxClient;
 use thaw_agent_api::{CONTROL_PORT, READY_LINE};
-use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Request, Shape};
+use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Reply, Request, Shape, Statistics};
 
 use super::build::{BuildError, Builder};
 use super::host::KvmFlavour;
@@ -34,6 +34,10 @@ const SNAPSHOT: Step = Step {
     doing: "writing the snapshot",
     limit: Duration::from_secs(120),
 };
+
+/// How long a guest must do nothing before it is snapshotted, and how often that is waited for.
+const STILL: Duration = Duration::from_millis(30);
+const STILL_ATTEMPTS: usize = 100;
 
 /// Bytes of console output that are kept for an error.
 const CONSOLE_TAIL: usize = 2048;
@@ -136,6 +140,7 @@ impl Guest {
         let result = self
             .boot(inputs, images)
             .and_then(|()| self.quiesce())
+            .and_then(|()| self.settle())
             .and_then(|()| self.snapshot(state, memory));
         end(&self.launched);
         result
@@ -205,6 +210,27 @@ impl Guest {
         }
     }
 
+    /// Wait until the guest has done what the end of the connection left it to do. Every guest that is
+    /// restored would do it again, before it could do anything of its own.
+    fn settle(&mut self) -> Result<(), BuildError> {
+        let mut before = None;
+        for _ in 0..STILL_ATTEMPTS {
+            let reply = self.launched.owner.request(&Request::Statistics, &[]);
+            let exits = match reply.map_err(|error| self.channel_failed(QUIESCE, error))? {
+                Reply::Statistics(statistics) => exits(&statistics),
+                _ => None,
+            };
+            // Where KVM does not count, one pause has to do.
+            if before == Some(exits) {
+                return Ok(());
+            }
+            before = Some(exits);
+            std::thread::sleep(STILL);
+        }
+        tracing::debug!("the guest does not come to rest");
+        Ok(())
+    }
+
     fn snapshot(&mut self, state: &File, memory: &File) -> Result<(), BuildError> {
         self.watchdog.step(SNAPSHOT);
         match self
@@ -264,6 +290,14 @@ impl Guest {
         let excess = self.console.len().saturating_sub(CONSOLE_TAIL);
         self.console.drain(..excess);
     }
+}
+
+/// How often the guest has left its vCPUs, where KVM counts that.
+fn exits(statistics: &Statistics) -> Option<u64> {
+    let mut counters = statistics.kvm.iter();
+    counters
+        .find(|(name, _)| name == "exits")
+        .map(|(_, count)| *count)
 }
 
 /// Kill and reap a VMM.
