@@ -75,6 +75,7 @@ unit:
 #: make e2e        the end-to-end tests, on real containerd; T=run:: picks those whose name has it
 e2e: stage
 	$(if $(T),$(E2E) -- $(T),$(RUNNER)=$(CURDIR)/tests/all cargo test -p thaw-tests)
+	$(if $(T),,$(RUNNER)=$(CURDIR)/tests/run THAW_TESTS_MUST_RUN=1 cargo test -p thaw-agent --test containers)
 
 #: make e2e-runc   those end-to-end tests that hold for every runtime, with runc: a test of the tests
 e2e-runc:

@@ -6,6 +6,22 @@ use std::os::unix::fs::MetadataExt;
 use serde_json::Value;
 use thaw_tests::{on_each_containerd, thaw};
 
+/// How often each virtio queue has interrupted any CPU, by the queue's name, and the number of CPUs.
+fn interrupts(text: &str) -> (usize, Vec<(&str, u64)>) {
+    let mut lines = text.lines();
+    let cpus = lines.next().unwrap_or_default().split_whitespace().count();
+    let queues = lines.filter_map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let name = words.last().filter(|name| name.starts_with("virtio"))?;
+        let counts = words.iter().skip(1).take(cpus);
+        Some((
+            *name,
+            counts.filter_map(|count| count.parse::<u64>().ok()).sum(),
+        ))
+    });
+    (cpus, queues.collect())
+}
+
 /// The recorded start of a container.
 fn trace(id: &str) -> Value {
     let text = thaw::thaw(&["trace", "--json", id]).succeeded().stdout();
@@ -49,6 +65,27 @@ on_each_containerd! {
         let [(first, first_took), (second, second_took)] = starts[..] else { unreachable!() };
         assert!((first - second).abs() < f64::max(first_took, second_took), "{starts:?}");
         assert_eq!(fs::metadata(template.join("memory")).map(|memory| memory.ino()).ok(), Some(memory));
+    }
+
+    /// A restored guest takes its interrupts, with one vCPU and with two where the host has them: its
+    /// file system and its connections would not work without.
+    fn interrupts_arrive(bed: &Testbed) {
+        let host = std::thread::available_parallelism().map_or(1, usize::from);
+        let before = thaw::templates();
+        for wanted in 1..=host.min(2) {
+            let run = bed.run().options(["--cpus", &wanted.to_string()]).command(["cat", "/proc/interrupts"]);
+            let output = run.output().succeeded().stdout();
+            let (cpus, queues) = interrupts(&output);
+            assert_eq!(cpus, wanted, "{output}");
+            for queue in ["requests.0", "rx"] {
+                let taken = queues.iter().find(|(name, _)| name.ends_with(&format!("-{queue}")));
+                assert!(taken.is_some_and(|(_, count)| *count > 0), "{queue}: {output}");
+            }
+        }
+        // Other tests want one template: that of the shape without limits.
+        for template in thaw::templates().into_iter().filter(|template| !before.contains(template)) {
+            fs::remove_dir_all(template).expect("root may");
+        }
     }
 
     /// The template's memory is mapped, and not read.
