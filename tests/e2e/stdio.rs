@@ -2,7 +2,7 @@
 
 use std::io::Read;
 
-use thaw_tests::{Testbed, Version, finish_when_ready, on_containerd, on_each_containerd};
+use thaw_tests::{Finished, finish_when_ready, on_each_containerd};
 
 /// The numbers up to `last`, one a line.
 fn numbers(last: u32) -> Vec<u8> {
@@ -11,26 +11,32 @@ fn numbers(last: u32) -> Vec<u8> {
         .collect()
 }
 
-/// 100,000 lines to standard error and an exit at once, `times` times, some at once.
-fn burst_to_stderr(bed: &Testbed, times: usize) {
-    const AT_ONCE: usize = 5;
+/// How often a burst is made, by containers and by programs in one: fifty times in all.
+const CONTAINERS: usize = 25;
+const EXECS: usize = 25;
+/// How many of them at once.
+const AT_ONCE: usize = 5;
+
+/// Has `burst` write 100,000 lines to standard error and exit at once, `times` times.
+fn bursts(times: usize, burst: impl Fn(&str) -> Finished + Sync) {
     let expected = numbers(100_000);
+    let burst = || {
+        let ended = burst("seq 1 100000 >&2; exit 3");
+        let (lines, bytes) = (
+            ended.err.iter().filter(|byte| **byte == b'\n').count(),
+            ended.err.len(),
+        );
+        assert!(
+            ended.err == expected,
+            "{lines} lines, {bytes} bytes of {} came",
+            expected.len()
+        );
+        ended.ended_with(3);
+    };
     for _ in 0..times / AT_ONCE {
         std::thread::scope(|scope| {
             for _ in 0..AT_ONCE {
-                scope.spawn(|| {
-                    let run = bed.run().shell("seq 1 100000 >&2; exit 3").output();
-                    let (lines, bytes) = (
-                        run.err.iter().filter(|byte| **byte == b'\n').count(),
-                        run.err.len(),
-                    );
-                    assert!(
-                        run.err == expected,
-                        "{lines} lines, {bytes} bytes of {} came",
-                        expected.len()
-                    );
-                    run.ended_with(3);
-                });
+                scope.spawn(burst);
             }
         });
     }
@@ -48,7 +54,9 @@ on_each_containerd! {
 
     /// The end of a great deal of output is there, though the program ends at once.
     fn burst_then_exit(bed: &Testbed) {
-        burst_to_stderr(bed, 10);
+        bursts(CONTAINERS, |line| bed.run().shell(line).output());
+        let sleeper = bed.sleeper();
+        bursts(EXECS, |line| sleeper.exec_shell(line));
         let run = bed.run().command(["seq", "1", "100000"]).output().succeeded();
         assert!(run.out == numbers(100_000), "{run}");
     }
@@ -80,10 +88,4 @@ on_each_containerd! {
     fn unread_input(bed: &Testbed) {
         bed.run().command(["true"]).output_with_input(&vec![b'x'; 1_000_000]).succeeded();
     }
-}
-
-/// The burst, fifty times.
-#[test]
-fn burst_then_exit_fifty_times() {
-    on_containerd(Version::V2_1, "burst", |bed| burst_to_stderr(bed, 50));
 }
