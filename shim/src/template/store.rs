@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
-use thaw_vmm_control::Shape;
+use thaw_vmm_control::{ReadOnlyView, Shape};
 
 use super::boot::VmmBuilder;
 use super::budget;
@@ -384,6 +384,9 @@ impl Entry {
             Err(Errno::ENOENT) => return Ok(None),
             Err(error) => return Err(format!("opening {}: {error}", path.display())),
         };
+        // A VMM is given what is opened here: it must not be able to open it anew for writing.
+        let directory = ReadOnlyView::of(&directory)
+            .map_err(|error| format!("mounting {} read-only: {error}", path.display()))?;
         let open = |name: &str| -> Result<File, String> {
             // Not blocking, in case that something put a FIFO there.
             let file = openat(&directory, name, flags | OFlag::O_NONBLOCK, Mode::empty())

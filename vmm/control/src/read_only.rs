@@ -23,13 +23,21 @@ pub struct ReadOnlyView {
     tree: OwnedFd,
 }
 
+const CLONE: OpenTreeFlags = OpenTreeFlags::OPEN_TREE_CLONE
+    .union(OpenTreeFlags::OPEN_TREE_CLOEXEC)
+    .union(OpenTreeFlags::AT_RECURSIVE);
+
 impl ReadOnlyView {
     /// A view of `directory`.
     pub fn new(directory: &Path) -> io::Result<Self> {
-        let flags = OpenTreeFlags::OPEN_TREE_CLONE
-            | OpenTreeFlags::OPEN_TREE_CLOEXEC
-            | OpenTreeFlags::AT_RECURSIVE;
-        let tree = open_tree(CWD, directory, flags)?;
+        let tree = open_tree(CWD, directory, CLONE)?;
+        make_read_only(&tree)?;
+        Ok(Self { tree })
+    }
+
+    /// A view of a directory that is open.
+    pub fn of(directory: &impl AsFd) -> io::Result<Self> {
+        let tree = open_tree(directory, "", CLONE | OpenTreeFlags::AT_EMPTY_PATH)?;
         make_read_only(&tree)?;
         Ok(Self { tree })
     }

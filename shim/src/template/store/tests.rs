@@ -1,11 +1,13 @@
 //! The store with a builder that needs no KVM.
 
+use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
 use super::super::BuildError;
+use super::super::digest::descriptor_path;
 use super::super::key::tests::inputs;
 use super::*;
 
@@ -103,6 +105,21 @@ fn build_number(template: &Template) -> u8 {
         .unwrap();
     assert_eq!(bytes[0], bytes[1]);
     bytes[0]
+}
+
+/// What a VMM has been given stays as it is, whatever becomes of the VMM.
+#[test]
+fn test_template_in_use_cannot_be_written() {
+    let (fixture, builder) = (Fixture::new(), FakeBuilder::default());
+    fixture.obtain(&builder);
+    let template = fixture.obtain(&builder);
+    for file in [&template.state, &template.memory] {
+        let again = OpenOptions::new()
+            .write(true)
+            .open(descriptor_path(file))
+            .unwrap_err();
+        assert_eq!(again.kind(), io::ErrorKind::ReadOnlyFilesystem);
+    }
 }
 
 #[test]
