@@ -67,8 +67,11 @@ impl Guest {
         let directory = tempfile::tempdir().unwrap();
         let script = "[ -e /sys/fs/cgroup/cgroup.controllers ] || mount -t cgroup2 none /sys/fs/cgroup \
                       && exec \"$0\" --listen \"unix:$1\"";
-        let mut agent = Command::new("unshare")
+        // Process 1 of a guest has inherited no ignored signals, unlike a shell's background job.
+        let mut agent = Command::new("env")
             .args([
+                "--default-signal",
+                "unshare",
                 "--mount",
                 "sh",
                 "-c",
