@@ -24,7 +24,7 @@ use crate::facts::FactsFile;
 use crate::mounts;
 use crate::paths::{Installation, RUNTIME_DIRECTORY};
 use crate::process_identity::ProcessIdentity;
-use crate::sandbox::{Plan, Sandbox, Seed};
+use crate::sandbox::{Home, Plan, Sandbox, Seed};
 use crate::spec::{self, BundleSpec};
 use crate::task;
 use crate::trace::Recorder;
@@ -108,11 +108,15 @@ impl Start {
             trace,
             ..
         } = self;
+        let home = File::open("/proc/self/ns/mnt").map(|mount_namespace| Home {
+            namespace: namespace.clone(),
+            mount_namespace: mount_namespace.into(),
+        });
         let seed = prepare(&id, bundle, spec, vmm_network, &facts, &trace);
-        match runtime {
-            Ok(runtime) => runtime.block_on(async {
+        match runtime.and_then(|runtime| Ok((runtime, home?))) {
+            Ok((runtime, home)) => runtime.block_on(async {
                 let publisher = Publisher::new(&namespace, events_address.as_deref());
-                let sandbox = Sandbox::new(facts, publisher, trace, id, seed);
+                let sandbox = Sandbox::new(facts, publisher, trace, home, id, seed);
                 if let Err(error) = serve_task(listener, &sandbox).await {
                     error!(%error, "serving the task API");
                 }

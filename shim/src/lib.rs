@@ -16,6 +16,7 @@ mod error;
 mod events;
 pub mod facts;
 mod flags;
+mod host_program;
 mod log;
 mod mounts;
 mod network;

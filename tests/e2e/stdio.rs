@@ -1,8 +1,9 @@
 //! Not a byte is lost or changed on the standard streams.
 
 use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
 
-use thaw_tests::{Finished, finish_when_ready, on_each_containerd};
+use thaw_tests::{Finished, NAMESPACE, finish_when_ready, on_each_containerd};
 
 /// The numbers up to `last`, one a line.
 fn numbers(last: u32) -> Vec<u8> {
@@ -87,5 +88,24 @@ on_each_containerd! {
     /// A program that does not read its input ends all the same.
     fn unread_input(bed: &Testbed) {
         bed.run().command(["true"]).output_with_input(&vec![b'x'; 1_000_000]).succeeded();
+    }
+
+    /// A logger of the host has all of a detached container's output when the task is deleted.
+    fn logger(bed: &Testbed) {
+        let directory = bed.directory();
+        let [program, log] = ["logger", "log"].map(|name| directory.path().join(name));
+        let script = "#!/bin/sh\nexec 5>&-\necho \"$CONTAINER_NAMESPACE/$CONTAINER_ID $1=$2\" > \"$2\"\n\
+                      cat <&4 >> \"$2\"\ncat <&3 >> \"$2\"\n";
+        std::fs::write(&program, script).expect("the tests' directory can be written");
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).expect("it is ours");
+        let uri = format!("binary://{}?log={}", program.display(), log.display());
+        let run = bed.run().options(["--log-uri", &uri]).shell("echo error >&2; exec 2>&-; seq 1 100000; exit 4");
+        let container = run.detach();
+        let id = container.id.clone();
+        assert_eq!(container.ended(), 4);
+        let first = format!("{NAMESPACE}/{id} log={}\nerror\n", log.display());
+        let expected = [first.as_bytes(), &numbers(100_000)].concat();
+        let written = std::fs::read(&log).expect("the logger has written it");
+        assert!(written == expected, "{} bytes of {}", written.len(), expected.len());
     }
 }

@@ -18,7 +18,7 @@ use crate::facts::ContainerFacts;
 use crate::mounts::ContainerMounts;
 use crate::process::Process;
 use crate::spec::{BundleSpec, guest_spec};
-use crate::stdio::{Connections, Paths, Stdio, Streams};
+use crate::stdio::{Connections, Context, Paths, Stdio, Streams};
 use crate::vmm::Vmm;
 
 /// What a creation needs beside the container.
@@ -129,7 +129,10 @@ impl Sandbox {
         } = making;
         let BundleSpec { json, view } = spec;
         let failed = |error: std::io::Error| TaskError::Failed(error.to_string());
-        let stdio = Stdio::open(&container.init.paths).map_err(failed)?;
+        let context = self.logger_context(&container.id);
+        let stdio = Stdio::open(&container.init.paths, context)
+            .await
+            .map_err(failed)?;
 
         let root = container.bundle.join(&view.root.path);
         let mounting = container.clone();
@@ -196,9 +199,21 @@ impl Sandbox {
         self.publisher.publish(TASK_CREATE_EVENT_TOPIC, &event);
     }
 
-    /// Open and connect the streams of an exec.
-    pub(super) fn open_streams(&self, paths: &Paths) -> Result<Connections, TaskError> {
-        let stdio = Stdio::open(paths);
+    fn logger_context<'a>(&'a self, id: &'a str) -> Context<'a> {
+        Context {
+            id,
+            namespace: &self.home.namespace,
+            mount_namespace: &self.home.mount_namespace,
+        }
+    }
+
+    /// Open and connect the streams of the exec `id`.
+    pub(super) async fn open_streams(
+        &self,
+        id: &str,
+        paths: &Paths,
+    ) -> Result<Connections, TaskError> {
+        let stdio = Stdio::open(paths, self.logger_context(id)).await;
         let connections = stdio.and_then(|stdio| stdio.connect(&self.next_stream));
         connections.map_err(|error| TaskError::Failed(error.to_string()))
     }

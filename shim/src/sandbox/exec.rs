@@ -58,7 +58,7 @@ impl Sandbox {
     ) -> Result<(), TaskError> {
         let (vmm, agent) = (self.vmm()?, container.agent()?);
         let process = &exec.process;
-        let connections = self.open_streams(&process.paths)?;
+        let connections = self.open_streams(&process.exec_id, &process.paths).await?;
         // From now on, so that an input that is closed before the start finds its stream.
         process.set_streams(connections.streams.clone());
         let [stdin, stdout, stderr] = connections.uris();

@@ -16,6 +16,7 @@ mod exit;
 mod guest;
 mod requests;
 
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -45,6 +46,7 @@ pub struct Sandbox {
     facts: Arc<FactsFile>,
     publisher: Publisher,
     trace: Arc<Recorder>,
+    home: Home,
     /// What the first Create consumes.
     prepared: Mutex<Option<Prepared>>,
     /// The VMM, as soon as it has been started.
@@ -53,6 +55,15 @@ pub struct Sandbox {
     next_stream: std::sync::atomic::AtomicU64,
     torn_down: OnceCell<()>,
     finished: Notify,
+}
+
+/// Where a sandbox was started from: its loggers belong there.
+#[derive(Debug)]
+pub struct Home {
+    /// containerd's namespace.
+    pub namespace: String,
+    /// containerd's mount namespace; the shim has one of its own.
+    pub mount_namespace: OwnedFd,
 }
 
 /// What the container that a sandbox is started for needs, before containerd asks for it.
@@ -92,6 +103,7 @@ impl Sandbox {
         facts: FactsFile,
         publisher: Publisher,
         trace: Recorder,
+        home: Home,
         id: String,
         seed: Result<Seed, String>,
     ) -> Arc<Self> {
@@ -99,6 +111,7 @@ impl Sandbox {
             facts: Arc::new(facts),
             publisher,
             trace: Arc::new(trace),
+            home,
             prepared: Mutex::new(None),
             vmm: Arc::default(),
             container: Mutex::new(None),

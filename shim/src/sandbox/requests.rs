@@ -217,6 +217,7 @@ impl Sandbox {
     pub(super) async fn release_streams(&self, process: &Process) {
         if let Some(streams) = process.take_streams() {
             streams.drain(DELETE_PATIENCE).await;
+            streams.finish_logger().await;
         }
     }
 

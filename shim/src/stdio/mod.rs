@@ -10,6 +10,7 @@
 //!   side does not take is kept for it. Nothing here ever blocks the thread.
 
 mod copy;
+mod logger;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -26,6 +27,8 @@ use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
 use copy::{Sink, Source};
+pub use logger::Context;
+use logger::{Logger, Running};
 
 /// Where a process' streams go, as containerd's request names them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -46,6 +49,7 @@ pub struct Stdio {
     stdin: Option<Input>,
     stdout: Option<Output>,
     stderr: Option<Output>,
+    logger: Option<Running>,
 }
 
 #[derive(Debug)]
@@ -63,32 +67,55 @@ struct Output {
 }
 
 impl Stdio {
-    /// Open the host's side. FIFOs exist already; nothing here waits for their other ends.
-    pub fn open(paths: &Paths) -> io::Result<Self> {
+    /// Open the host's side. FIFOs exist already; nothing here waits for their other ends. A logger is
+    /// started, and waited for until it is ready.
+    pub async fn open(paths: &Paths, context: Context<'_>) -> io::Result<Self> {
+        let stdin = local_path(&paths.stdin)?.map(open_input).transpose();
+        let stdin = stdin.map_err(|error| named(&paths.stdin, &error))?;
+        let mut stdio = Self {
+            stdin,
+            stdout: None,
+            stderr: None,
+            logger: None,
+        };
+        // One logger for both outputs, which then name the same.
+        if let Some(logger) = Logger::parse(&paths.stdout)? {
+            if !paths.stderr.is_empty() && paths.stderr != paths.stdout {
+                let text = format!(
+                    "stream {:?}: not the logger that standard output has",
+                    paths.stderr
+                );
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            }
+            let started = logger.start(context).await?;
+            let output = |file| {
+                let sink = Sink::pipe(file)?;
+                Ok::<_, io::Error>(Some(Output { sink, hold: None }))
+            };
+            stdio.stdout = output(started.stdout)?;
+            if !paths.terminal {
+                stdio.stderr = output(started.stderr)?;
+            }
+            stdio.logger = Some(started.process);
+            return Ok(stdio);
+        }
         let output = |uri: &str| -> io::Result<Option<Output>> {
             local_path(uri)?
                 .map(open_output)
                 .transpose()
                 .map_err(|error| named(uri, &error))
         };
-        let stdin = local_path(&paths.stdin)?.map(open_input).transpose();
-        let stdin = stdin.map_err(|error| named(&paths.stdin, &error))?;
-        let stdout = output(&paths.stdout)?;
-        let stderr = if paths.terminal {
-            None
-        } else {
-            output(&paths.stderr)?
-        };
-        Ok(Self {
-            stdin,
-            stdout,
-            stderr,
-        })
+        stdio.stdout = output(&paths.stdout)?;
+        if !paths.terminal {
+            stdio.stderr = output(&paths.stderr)?;
+        }
+        Ok(stdio)
     }
 
     /// Give each stream an id, from `next_id` on, and make its connection.
     pub fn connect(self, next_id: &AtomicU64) -> io::Result<Connections> {
         let streams = Arc::new(Streams::default());
+        *streams.lock_logger() = self.logger;
         let mut connections = Connections {
             streams: streams.clone(),
             guest_ends: Vec::new(),
@@ -156,6 +183,7 @@ pub struct Streams {
     outputs: Mutex<Vec<JoinHandle<()>>>,
     /// Bytes of output moved so far.
     moved: Arc<AtomicU64>,
+    logger: Mutex<Option<Running>>,
 }
 
 impl Streams {
@@ -191,6 +219,20 @@ impl Streams {
         }
     }
 
+    /// Wait until the logger, if the output goes to one, has done with it. Only after a drain, which
+    /// ends the logger's input; whatever is not delivered then is lost.
+    pub async fn finish_logger(&self) {
+        let logger = self
+            .logger
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(logger) = logger {
+            self.end_outputs();
+            logger.finish().await;
+        }
+    }
+
     /// May be dropped and called again.
     async fn outputs_done(&self) {
         std::future::poll_fn(|context| {
@@ -205,6 +247,17 @@ impl Streams {
         .await;
     }
 
+    fn end_outputs(&self) {
+        let mut outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
+        for task in outputs.drain(..) {
+            task.abort();
+        }
+    }
+
+    fn lock_logger(&self) -> std::sync::MutexGuard<'_, Option<Running>> {
+        self.logger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn lock_hold(&self) -> std::sync::MutexGuard<'_, Option<OwnedFd>> {
         self.hold.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -217,14 +270,10 @@ impl Drop for Streams {
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        let outputs = self
-            .outputs
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner)
-            .drain(..);
-        for task in stdin.into_iter().chain(outputs) {
+        if let Some(task) = stdin {
             task.abort();
         }
+        self.end_outputs();
     }
 }
 
@@ -236,7 +285,9 @@ fn local_path(uri: &str) -> io::Result<Option<&str>> {
         Some(("fifo" | "file", path)) => Ok(Some(path)),
         Some((scheme, _)) => Err(io::Error::new(
             io::ErrorKind::Unsupported,
-            format!("stream {uri:?}: {scheme}:// is not supported, only FIFOs and file:// are"),
+            format!(
+                "stream {uri:?}: {scheme}:// is not supported here, only FIFOs, file:// and, for output, binary://"
+            ),
         )),
     }
 }

@@ -39,11 +39,20 @@ fn guest_end(descriptor: OwnedFd) -> StdUnixStream {
     stream
 }
 
-fn connect(paths: &Paths) -> (Arc<Streams>, Vec<StdUnixStream>) {
-    let connections = Stdio::open(paths)
-        .unwrap()
-        .connect(&AtomicU64::new(1))
-        .unwrap();
+/// Open the host's side for a container without a logger.
+async fn open(paths: &Paths) -> io::Result<Stdio> {
+    let mount_namespace = File::open("/proc/self/ns/mnt").unwrap().into();
+    let context = Context {
+        id: "one",
+        namespace: "some",
+        mount_namespace: &mount_namespace,
+    };
+    Stdio::open(paths, context).await
+}
+
+async fn connect(paths: &Paths) -> (Arc<Streams>, Vec<StdUnixStream>) {
+    let stdio = open(paths).await.unwrap();
+    let connections = stdio.connect(&AtomicU64::new(1)).unwrap();
     let ends = connections.guest_ends.into_iter().map(guest_end).collect();
     (connections.streams, ends)
 }
@@ -58,7 +67,7 @@ fn pattern(length: usize) -> Vec<u8> {
 async fn test_60_mb_each_way_arrive_unchanged_and_end() {
     const LENGTH: usize = 60_000_000;
     let fifos = fifos();
-    let (streams, ends) = connect(&fifos.paths);
+    let (streams, ends) = connect(&fifos.paths).await;
     let [stdin, stdout, stderr] = <[_; 3]>::try_from(ends).unwrap();
     drop(stderr);
     // The guest is `cat`.
@@ -96,7 +105,7 @@ async fn test_60_mb_each_way_arrive_unchanged_and_end() {
 #[tokio::test]
 async fn test_input_goes_on_over_several_writers_until_it_is_closed() {
     let fifos = fifos();
-    let (streams, mut ends) = connect(&fifos.paths);
+    let (streams, mut ends) = connect(&fifos.paths).await;
     let path = PathBuf::from(&fifos.paths.stdin);
     let mut stdin = ends.remove(0);
     let guest = tokio::task::spawn_blocking(move || {
@@ -118,7 +127,7 @@ async fn test_input_goes_on_over_several_writers_until_it_is_closed() {
 #[tokio::test]
 async fn test_a_reader_that_goes_away_breaks_nothing_and_does_not_hold_the_end_for_ever() {
     let fifos = fifos();
-    let (streams, ends) = connect(&fifos.paths);
+    let (streams, ends) = connect(&fifos.paths).await;
     let [_stdin, mut stdout, stderr] = <[_; 3]>::try_from(ends).unwrap();
     drop(stderr);
     drop(
@@ -148,7 +157,7 @@ async fn test_output_to_files_and_to_nowhere() {
         stderr: "/dev/null".into(),
         terminal: false,
     };
-    let (streams, ends) = connect(&paths);
+    let (streams, ends) = connect(&paths).await;
     let [mut stdin, mut stdout, mut stderr] = <[_; 3]>::try_from(ends).unwrap();
     tokio::task::spawn_blocking(move || {
         assert_eq!(stdin.read(&mut [0; 8]).unwrap(), 0);
@@ -166,24 +175,65 @@ async fn test_a_terminal_has_no_error_stream_and_no_stream_has_no_uri() {
     let mut fifos = fifos();
     fifos.paths.terminal = true;
     fifos.paths.stdin.clear();
-    let connections = Stdio::open(&fifos.paths)
-        .unwrap()
-        .connect(&AtomicU64::new(7))
-        .unwrap();
+    let stdio = open(&fifos.paths).await.unwrap();
+    let connections = stdio.connect(&AtomicU64::new(7)).unwrap();
     assert_eq!(connections.uris(), ["", "stream://7", ""]);
     assert_eq!(connections.guest_ends.len(), 1);
 }
 
 #[tokio::test]
 async fn test_streams_that_cannot_be_are_named() {
-    let open = |stdout: &str| {
+    let refused = async |stdin: &str, stdout: &str, stderr: &str| {
         let paths = Paths {
+            stdin: stdin.into(),
             stdout: stdout.into(),
-            ..Paths::default()
+            stderr: stderr.into(),
+            terminal: false,
         };
-        Stdio::open(&paths).unwrap_err().to_string()
+        open(&paths).await.unwrap_err().to_string()
     };
-    assert!(open("binary:///usr/bin/logger?id=1").contains("binary:// is not supported"));
-    assert!(open("/does/not/exist").contains("/does/not/exist"));
+    let streaming = refused("", "ttrpc+unix:///x?streaming_id=1", "").await;
+    assert!(
+        streaming.contains("ttrpc+unix:// is not supported"),
+        "{streaming}"
+    );
+    let logger = refused("", "binary:///bin/true", "/fifo").await;
+    assert!(logger.contains("\"/fifo\": not the logger"), "{logger}");
+    assert!(
+        refused("binary:///bin/true", "", "")
+            .await
+            .contains("binary:// is not supported")
+    );
+    assert!(
+        refused("", "/does/not/exist", "")
+            .await
+            .contains("/does/not/exist")
+    );
     assert!(!Path::new("/does/not").exists());
+}
+
+/// The logger has everything when the streams are finished.
+#[tokio::test]
+async fn test_output_goes_to_a_logger_to_its_end() {
+    let directory = tempfile::tempdir().unwrap();
+    let log = directory.path().join("log");
+    let script = format!("exec 5>&-; cat <&3 > {0}; cat <&4 >> {0}", log.display());
+    let script: String = form_urlencoded::byte_serialize(script.as_bytes()).collect();
+    let uri = format!("binary:///bin/sh?-c={script}");
+    let paths = Paths {
+        stdout: uri.clone(),
+        stderr: uri,
+        ..Paths::default()
+    };
+    let (streams, mut ends) = connect(&paths).await;
+    let output = pattern(1_000_000);
+    let expected = [&output[..], b"error"].concat();
+    let writer = thread::spawn(move || {
+        ends[1].write_all(b"error").unwrap();
+        ends[0].write_all(&output).unwrap();
+    });
+    assert!(streams.drain(Duration::from_secs(10)).await);
+    streams.finish_logger().await;
+    writer.join().unwrap();
+    assert_eq!(std::fs::read(&log).unwrap(), expected);
 }

@@ -100,6 +100,10 @@ async fn set() -> Scene {
         facts,
         publisher,
         Recorder::new("default", "web", 0),
+        Home {
+            namespace: "default".into(),
+            mount_namespace: fs::File::open("/proc/self/ns/mnt").unwrap().into(),
+        },
         "web".into(),
         Err(String::new()),
     );
