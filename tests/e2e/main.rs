@@ -11,4 +11,5 @@ mod restore;
 mod run;
 mod soak;
 mod stdio;
+mod tasks;
 mod template;
