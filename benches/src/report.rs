@@ -60,9 +60,15 @@ impl Display for Report {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         writeln!(f, "{}", self.host)?;
         if let Some(restore) = &self.restore {
-            head(f, "restore: thaw-vmm alone, 2 vCPUs, 2 GiB")?;
+            head(f, &format!("restore: thaw-vmm alone, {}", restore.shape))?;
+            row(f, "run is answered", restore.run_answered.summary())?;
             row(f, "first vCPU runs", restore.vcpus_run.summary())?;
             row(f, "agent has answered", restore.agent_answers.summary())?;
+            let (pages, written) = restore.working_set_pages;
+            writeln!(
+                f,
+                "  made ready before: {pages} pages, {written} of them for writing"
+            )?;
             writeln!(
                 f,
                 "  guest memory dirtied by then: {} KiB at most",

@@ -309,6 +309,12 @@ mod tests {
         )
     }
 
+    fn restoring() -> Request {
+        Request::Restore {
+            working_set: thaw_vmm_control::WorkingSet::default(),
+        }
+    }
+
     fn console(directory: &tempfile::TempDir) -> Console {
         Console::new(&directory.path().join("console.log"))
     }
@@ -335,7 +341,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let (run, restore, statistics) = tokio::join!(
             vmm.order(Request::Run, Vec::new()),
-            vmm.order(Request::Restore, vec![file.into()]),
+            vmm.order(restoring(), vec![file.into()]),
             vmm.statistics(),
         );
         run.unwrap();
@@ -345,7 +351,7 @@ mod tests {
         let (first, second, third, channel) = other.join().unwrap();
         assert_eq!(
             (first, second, third),
-            (Request::Run, Request::Restore, Request::Statistics)
+            (Request::Run, restoring(), Request::Statistics)
         );
         // A process that dies closes its end.
         vmm.kill();

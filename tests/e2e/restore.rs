@@ -38,6 +38,15 @@ fn steps<'a>(trace: &'a Value, who: &str) -> Vec<&'a str> {
         .collect()
 }
 
+/// Whether the host's kernel can record which pages a start touches, and map them ahead of it.
+fn has_working_sets() -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").expect("procfs is there");
+    let mut numbers = release
+        .split(['.', '-'])
+        .map_while(|number| number.parse::<u32>().ok());
+    (numbers.next(), numbers.next()) >= (Some(6), Some(11))
+}
+
 on_each_containerd! {
     /// The container has a kernel of its own.
     fn own_kernel(bed: &Testbed) {
@@ -102,5 +111,28 @@ on_each_containerd! {
         assert!(allocated > 16 << 20, "a kernel's memory is larger than {allocated} bytes");
         // What its file server has read of the container's files counts too: a megabyte or two.
         assert!(read.is_some_and(|read| read < allocated / 4), "{allocated} are allocated, {io}");
+    }
+    /// The template knows what a start touches, and a start has that ready before its guest runs.
+    fn working_set_is_ready(bed: &Testbed) {
+        let run = bed.run().command(["true"]);
+        run.output().succeeded();
+        let trace = trace(run.id());
+        let (ours, vmms) = (steps(&trace, "phases"), steps(&trace, "vmm"));
+        assert!(ours.contains(&"working set ready"), "{trace:#}");
+        let position = |name: &str| vmms.iter().position(|step| *step == name);
+        assert!(position("populated").is_some() && position("populated") < position("run"), "{trace:#}");
+        if !has_working_sets() {
+            return;
+        }
+        let text = fs::read_to_string(thaw::template().join("manifest.json")).expect("a template has it");
+        let manifest: Value = serde_json::from_str(&text).expect("it is JSON");
+        let ranges = manifest["working_set"].as_array().expect("it is a list");
+        let pages = |written: bool| -> u64 {
+            let of_kind = ranges.iter().filter(|range| range["written"] == written);
+            of_kind.filter_map(|range| range["count"].as_u64()).sum()
+        };
+        // A guest's kernel and its agent wake up, and no more.
+        assert!((50..2000).contains(&pages(false)), "{} pages are read", pages(false));
+        assert!((20..700).contains(&pages(true)), "{} pages are written", pages(true));
     }
 }

@@ -17,7 +17,9 @@ use std::os::fd::AsFd;
 use std::path::Path;
 
 use thaw_vmm::phase::monotonic_ns;
-use thaw_vmm_control::{Event, Launch, Launched, Owner, Reply, Request, Shape, Statistics};
+use thaw_vmm_control::{
+    Event, Launch, Launched, Owner, Reply, Request, Shape, Statistics, WorkingSet,
+};
 
 type Outcome = Result<(), Box<dyn Error>>;
 
@@ -78,7 +80,10 @@ fn restore(vmm: &str, directory: &Path, rest: &[&str]) -> Outcome {
     let memory = File::open(directory.join("memory"))?;
     let (mut launched, launch) = start(vmm)?;
     let owner = &mut launched.owner;
-    owner.request(&Request::Restore, &[state.as_fd(), memory.as_fd()])?;
+    let request = Request::Restore {
+        working_set: WorkingSet::default(),
+    };
+    owner.request(&request, &[state.as_fd(), memory.as_fd()])?;
     if let Ok(file) = File::open(directory.join("slot0")) {
         owner.request(
             &Request::AttachBlock {

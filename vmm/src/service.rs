@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use thaw_vmm_control::{Channel, ChannelError, Event, FromVmm, Reply, Request, Statistics};
+use thaw_vmm_control::{
+    Channel, ChannelError, Event, FromVmm, Reply, Request, Statistics, WorkingSet,
+};
 use thiserror::Error;
 
 use crate::kvm::Hypervisor;
-use crate::machine::{BootSource, Environment, Machine, MachineError};
+use crate::machine::{BootSource, Environment, Machine, MachineError, RestoreSource};
 use crate::phase::Phases;
 use crate::serial::ConsoleOutput;
 use crate::statistics::anonymous_bytes;
@@ -148,18 +150,33 @@ impl Service {
                 let machine = Machine::boot(hypervisor, source, environment, phases)?;
                 self.machine.insert(machine).run()?;
             }
-            Request::Restore => {
+            Request::Restore { working_set } => {
                 let [state, memory] = exactly(descriptors)?;
-                let (state, memory) = (state.into(), memory.into());
-                let environment = self.environment()?;
-                let (hypervisor, phases) = (&self.hypervisor, &mut self.phases);
-                let machine = Machine::restore(hypervisor, &state, &memory, environment, phases)?;
-                self.machine = Some(machine);
+                self.restore(RestoreSource {
+                    state: state.into(),
+                    memory: memory.into(),
+                    working_set,
+                    pagemap: None,
+                })?;
+            }
+            Request::Rehearse => {
+                let [state, memory, pagemap] = exactly(descriptors)?;
+                self.restore(RestoreSource {
+                    state: state.into(),
+                    memory: memory.into(),
+                    working_set: WorkingSet::default(),
+                    pagemap: Some(pagemap.into()),
+                })?;
             }
             Request::AttachBlock { slot, read_only } => {
                 let [file] = exactly(descriptors)?;
                 let attachments = self.machine()?.attachments();
                 attachments.attach_block(slot, file.into(), read_only)?;
+            }
+            Request::Populate => {
+                let [] = exactly(descriptors)?;
+                self.machine()?.populate();
+                self.phases.mark("populated");
             }
             Request::Run => {
                 let [] = exactly(descriptors)?;
@@ -174,9 +191,18 @@ impl Service {
                 let machine = self.machine.as_mut().ok_or(Refusal::NoMachine)?;
                 machine.snapshot(&self.hypervisor, &state.into(), &memory.into())?;
             }
+            Request::WorkingSet => return Ok(Reply::WorkingSet(self.machine()?.touched()?)),
             Request::Statistics => return Ok(Reply::Statistics(self.statistics()?)),
         }
         Ok(Reply::Done)
+    }
+
+    fn restore(&mut self, source: RestoreSource) -> Result<(), Refusal> {
+        let environment = self.environment()?;
+        let (hypervisor, phases) = (&self.hypervisor, &mut self.phases);
+        let machine = Machine::restore(hypervisor, source, environment, phases)?;
+        self.machine = Some(machine);
+        Ok(())
     }
 
     fn machine(&mut self) -> Result<&mut Machine, Refusal> {

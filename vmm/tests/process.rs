@@ -8,7 +8,7 @@ use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use thaw_vmm_control::{
-    ChannelError, Event, GuestExit, Launch, Launched, Owner, Reply, Request, Shape,
+    ChannelError, Event, GuestExit, Launch, Launched, Owner, Reply, Request, Shape, WorkingSet,
 };
 
 const ENTRY: u64 = 0x10_0000;
@@ -158,6 +158,13 @@ impl Vmm {
     }
 }
 
+/// A restore with nothing made ready.
+fn restore() -> Request {
+    Request::Restore {
+        working_set: WorkingSet::default(),
+    }
+}
+
 #[track_caller]
 fn assert_letters_follow(text: &str, mut previous: u8) {
     for letter in text.bytes() {
@@ -194,7 +201,7 @@ fn test_a_guest_is_booted_saved_and_restored_by_processes_of_their_own() {
     for _ in 0..2 {
         let mut clone = Vmm::start().unwrap();
         assert_eq!(
-            clone.ask(Request::Restore, &[&state, &memory]).unwrap(),
+            clone.ask(restore(), &[&state, &memory]).unwrap(),
             Reply::Done
         );
         let disk = tempfile::tempfile().unwrap();
@@ -264,12 +271,12 @@ fn test_requests_that_cannot_be_met_are_refused_with_words_and_change_nothing() 
         "there is no machine yet"
     );
     assert_eq!(
-        vmm.refusal(Request::Restore, &[&file]),
+        vmm.refusal(restore(), &[&file]),
         "the request needs 2 descriptors and came with 1"
     );
     vmm.boot(PRINT_LETTERS);
     assert!(
-        vmm.refusal(Request::Restore, &[&file, &file])
+        vmm.refusal(restore(), &[&file, &file])
             .contains("has had its machine")
     );
     assert!(vmm.refusal(Request::Run, &[]).contains("started already"));
@@ -290,7 +297,7 @@ fn test_a_damaged_state_is_refused_with_words() {
     let (state, memory) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
     (&state).write_all(&[0x55; 4096]).unwrap();
     assert_eq!(
-        vmm.refusal(Request::Restore, &[&state, &memory]),
+        vmm.refusal(restore(), &[&state, &memory]),
         "not a snapshot's state"
     );
 }

@@ -90,14 +90,24 @@ impl Sandbox {
         let vmm = self.adopt(launched, oom_score_adj)?;
         let template = template.await.map_err(failed)?.map_err(failed)?;
         self.trace.mark("template open");
-        let Template { state, memory, .. } = template;
-        vmm.order(Request::Restore, vec![state.into(), memory.into()])
+        let Template {
+            state,
+            memory,
+            working_set,
+            ..
+        } = template;
+        let request = Request::Restore { working_set };
+        vmm.order(request, vec![state.into(), memory.into()])
             .await?;
         self.trace.mark("guest restored");
         if let Some(path) = cgroup {
             self.join_cgroup(path, vmm.identity().pid).await?;
             self.trace.mark("in cgroup");
         }
+        // Charged to the right cgroup from here on. Not left for when the guest is to run: where the
+        // rest of the creation takes longer, this costs it nothing.
+        vmm.order(Request::Populate, Vec::new()).await?;
+        self.trace.mark("working set ready");
         Ok(vmm)
     }
 

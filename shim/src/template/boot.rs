@@ -1,4 +1,7 @@
-//! The real builder: boot a guest in a VMM, wait for its agent, and snapshot it.
+//! The real builder: boot a guest in a VMM, wait for its agent, snapshot it, and see what a start
+//! from the snapshot touches.
+
+mod rehearsal;
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -12,7 +15,10 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use thaw_agent_api::agent::QuiesceRequest;
 use thaw_agent_api::agent_ttrpc::SandboxClient;
 use thaw_agent_api::{CONTROL_PORT, READY_LINE};
-use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Reply, Request, Shape, Statistics};
+use thaw_vmm_control::{
+    ChannelError, Event, Launch, Launched, Reply, Request, Shape, Statistics, WorkingSet,
+};
+use ttrpc::context::Context;
 
 use super::build::{BuildError, Builder};
 use super::host::KvmFlavour;
@@ -55,7 +61,12 @@ impl<'a> VmmBuilder<'a> {
 }
 
 impl Builder for VmmBuilder<'_> {
-    fn build(&self, inputs: &KeyInputs, state: &File, memory: &File) -> Result<(), BuildError> {
+    fn build(
+        &self,
+        inputs: &KeyInputs,
+        state: &File,
+        memory: &File,
+    ) -> Result<WorkingSet, BuildError> {
         if inputs.host.kvm == KvmFlavour::None {
             return Err(BuildError::NoVirtualisation);
         }
@@ -71,13 +82,17 @@ impl Builder for VmmBuilder<'_> {
         ScratchDirectory::remove_stale(runtime);
         let root = ScratchDirectory::create(runtime)
             .map_err(host(format!("making a directory in {RUNTIME_DIRECTORY}")))?;
-        let guest = Guest::launch(&self.installation.vmm, root.path(), inputs.shape)?;
-        let result = guest.become_template(inputs, [&kernel, &initramfs], state, memory);
-        drop(root);
-        result?;
+        let (vmm, shape) = (&self.installation.vmm, inputs.shape);
+        Guest::launch(vmm, root.path(), shape)?.become_template(
+            inputs,
+            [&kernel, &initramfs],
+            state,
+            memory,
+        )?;
+        let working_set = rehearsal::rehearse(vmm, root.path(), shape, state, memory)?;
         let seconds = begin.elapsed().as_secs_f32();
         tracing::info!(shape = %inputs.shape, seconds, "built a template");
-        Ok(())
+        Ok(working_set)
     }
 }
 
@@ -177,23 +192,12 @@ impl Guest {
     /// Let the agent prepare the guest, and leave no connection to it.
     fn quiesce(&mut self) -> Result<(), BuildError> {
         self.watchdog.step(QUIESCE);
-        let result = UnixStream::pair().map_err(host("making a socket pair"));
-        let (ours, theirs) = result?;
-        self.launched
-            .owner
-            .request(
-                &Request::ConnectVsock { port: CONTROL_PORT },
-                &[theirs.as_fd()],
-            )
-            .map_err(|error| self.channel_failed(QUIESCE, error))?;
-        drop(theirs);
-        // On a thread of its own: the caller's may belong to a runtime already.
-        let outcome = std::thread::scope(|scope| {
-            let call = scope.spawn(|| call_quiesce(&ours));
-            call.join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        });
-        outcome.map_err(|reason| self.failed(QUIESCE, reason))?;
+        let ours = self.call_agent(QUIESCE, async |client, context| {
+            client
+                .quiesce(context, &QuiesceRequest::new())
+                .await
+                .map(drop)
+        })?;
         // The snapshot must not hold the connection: wait until the agent has closed its end too.
         let closed = ours.shutdown(Shutdown::Write).and_then(|()| {
             let mut rest = Vec::new();
@@ -208,6 +212,31 @@ impl Guest {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Make one call to the agent, as part of `step`. Returns the connection.
+    fn call_agent<C>(&mut self, step: Step, call: C) -> Result<UnixStream, BuildError>
+    where
+        C: AsyncFnOnce(SandboxClient, Context) -> ttrpc::Result<()> + Send,
+    {
+        let result = UnixStream::pair().map_err(host("making a socket pair"));
+        let (ours, theirs) = result?;
+        self.launched
+            .owner
+            .request(
+                &Request::ConnectVsock { port: CONTROL_PORT },
+                &[theirs.as_fd()],
+            )
+            .map_err(|error| self.channel_failed(step, error))?;
+        drop(theirs);
+        // On a thread of its own: the caller's may belong to a runtime already.
+        let outcome = std::thread::scope(|scope| {
+            let call = scope.spawn(|| call_on(&ours, call));
+            call.join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        outcome.map_err(|reason| self.failed(step, reason))?;
+        Ok(ours)
     }
 
     /// Wait until the guest has done what the end of the connection left it to do. Every guest that is
@@ -315,8 +344,11 @@ fn host(doing: impl Into<String>) -> impl FnOnce(io::Error) -> BuildError {
     }
 }
 
-/// One call to the agent on the other end of `connection`.
-fn call_quiesce(connection: &UnixStream) -> Result<(), String> {
+/// Make one call to the agent on the other end of `connection`.
+fn call_on<C>(connection: &UnixStream, call: C) -> Result<(), String>
+where
+    C: AsyncFnOnce(SandboxClient, Context) -> ttrpc::Result<()>,
+{
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -329,9 +361,7 @@ fn call_quiesce(connection: &UnixStream) -> Result<(), String> {
         let connection = connection.map_err(|error| format!("using a socket: {error}"))?;
         let socket = ttrpc::r#async::transport::Socket::new(connection);
         let client = SandboxClient::new(ttrpc::r#async::Client::new(socket));
-        let context = ttrpc::context::Context::default();
-        client
-            .quiesce(context, &QuiesceRequest::new())
+        call(client, Context::default())
             .await
             .map_err(|error| error.to_string())
     })?;

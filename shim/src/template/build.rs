@@ -8,6 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use thaw_vmm_control::WorkingSet;
 use thiserror::Error;
 
 use super::digest::{Digest, descriptor_path};
@@ -72,8 +73,13 @@ fn console_tail(console: &str) -> String {
 /// What makes a guest and writes its snapshot. A trait so that the store can be tested without KVM.
 pub(super) trait Builder {
     /// Boot the guest that `inputs` describe and write its snapshot to two files, empty and open
-    /// for reading and writing.
-    fn build(&self, inputs: &KeyInputs, state: &File, memory: &File) -> Result<(), BuildError>;
+    /// for reading and writing. Returns what a start from them touches, as far as that is known.
+    fn build(
+        &self,
+        inputs: &KeyInputs,
+        state: &File,
+        memory: &File,
+    ) -> Result<WorkingSet, BuildError>;
 }
 
 /// Why a template was not published.
@@ -106,12 +112,12 @@ pub(super) fn build_and_publish(
     };
     let state = create("state").map_err(storing("creating the state file"))?;
     let memory = create("memory").map_err(storing("creating the memory file"))?;
-    match builder.build(inputs, &state, &memory) {
-        Ok(()) => {}
+    let working_set = match builder.build(inputs, &state, &memory) {
+        Ok(working_set) => working_set,
         // The VMM says in words only why it could not write; lack of space is the likely reason.
         Err(BuildError::Snapshot(reason)) => return Err(Unpublished::NotStored(reason)),
         Err(error) => return Err(Unpublished::Failed(error)),
-    }
+    };
     // Delayed allocation may find the disk full only now.
     state
         .sync_all()
@@ -119,7 +125,7 @@ pub(super) fn build_and_publish(
     memory
         .sync_all()
         .map_err(storing("writing the memory file"))?;
-    let manifest = describe(inputs, &state, &memory)?;
+    let manifest = describe(inputs, &state, &memory, working_set)?;
     let mut file = create("manifest.json").map_err(storing("creating the manifest"))?;
     serde_json::to_vec_pretty(&manifest)
         .map_err(io::Error::from)
@@ -132,7 +138,12 @@ pub(super) fn build_and_publish(
 }
 
 /// The manifest of a template's files as they are.
-fn describe(inputs: &KeyInputs, state: &File, memory: &File) -> Result<Manifest, Unpublished> {
+fn describe(
+    inputs: &KeyInputs,
+    state: &File,
+    memory: &File,
+    working_set: WorkingSet,
+) -> Result<Manifest, Unpublished> {
     let reading = |error: io::Error| {
         Unpublished::NotStored(format!("reading back what was written: {error}"))
     };
@@ -151,7 +162,7 @@ fn describe(inputs: &KeyInputs, state: &File, memory: &File) -> Result<Manifest,
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default()
             .as_secs(),
-        working_set: Vec::new(),
+        working_set,
     };
     // What a start would refuse must not be published.
     manifest.check(inputs.key()).map_err(|error| {
@@ -164,11 +175,11 @@ fn describe(inputs: &KeyInputs, state: &File, memory: &File) -> Result<Manifest,
 }
 
 /// Build a template whose files are in memory and gone with the last user: state and memory, both
-/// sealed and open for reading only.
+/// sealed and open for reading only, and what a start from them touches.
 pub(super) fn build_in_memory(
     builder: &dyn Builder,
     inputs: &KeyInputs,
-) -> Result<(File, File), BuildError> {
+) -> Result<(File, File, WorkingSet), BuildError> {
     let host = |doing: &str| {
         let doing = doing.to_owned();
         move |error: io::Error| BuildError::Host {
@@ -181,7 +192,7 @@ pub(super) fn build_in_memory(
     };
     let state = create("thaw-template-state").map_err(host("making a file in memory"))?;
     let memory = create("thaw-template-memory").map_err(host("making a file in memory"))?;
-    builder.build(inputs, &state, &memory)?;
+    let working_set = builder.build(inputs, &state, &memory)?;
     let finish = |file: &File| -> io::Result<File> {
         let seals = SealFlag::F_SEAL_SHRINK
             | SealFlag::F_SEAL_GROW
@@ -191,5 +202,5 @@ pub(super) fn build_in_memory(
         File::open(descriptor_path(file))
     };
     let finish = |file| finish(file).map_err(host("sealing a template in memory"));
-    Ok((finish(&state)?, finish(&memory)?))
+    Ok((finish(&state)?, finish(&memory)?, working_set))
 }

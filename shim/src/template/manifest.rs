@@ -1,20 +1,11 @@
 //! A template's manifest: what it was made from and what its files must look like.
 
 use serde::{Deserialize, Serialize};
-use thaw_vmm_control::{FORMAT_EPOCH, Shape};
+use thaw_vmm_control::{FORMAT_EPOCH, InvalidWorkingSet, Shape, WorkingSet};
 use thiserror::Error;
 
 use super::digest::Digest;
 use super::key::{KeyInputs, TemplateKey};
-
-/// A range of guest memory, as an offset into the memory file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Extent {
-    /// First byte; a multiple of 4096.
-    pub offset: u64,
-    /// Bytes; a multiple of 4096, not zero.
-    pub length: u64,
-}
 
 /// Size and digest of one file of a template.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,7 +25,7 @@ pub struct Manifest {
     pub(super) state: FileRecord,
     pub(super) memory: FileRecord,
     pub(super) built_at: u64,
-    pub(super) working_set: Vec<Extent>,
+    pub(super) working_set: WorkingSet,
 }
 
 /// As read: anything may be in it.
@@ -46,7 +37,7 @@ struct RawManifest {
     memory: FileRecord,
     built_at: u64,
     #[serde(default)]
-    working_set: Vec<Extent>,
+    working_set: WorkingSet,
 }
 
 /// Why a manifest is not that of a usable template.
@@ -74,22 +65,17 @@ pub enum InvalidManifest {
         /// The most it can be.
         max: u64,
     },
-    /// A working set that is not a rising list of page ranges within the memory.
-    #[error(
-        "manifest.json: working_set[{0}] is not a range of pages after the one before it, within the memory"
-    )]
-    WorkingSet(usize),
+    /// A working set that is not one of this memory.
+    #[error("manifest.json: {0}")]
+    WorkingSet(#[from] InvalidWorkingSet),
 }
 
 impl Manifest {
     /// More than a manifest with the largest working set takes.
-    pub const MAX_BYTES: u64 = 4 << 20;
+    pub const MAX_BYTES: u64 = 1 << 20;
 
     /// The largest state file: registers and device state of 16 vCPUs take far less.
     const MAX_STATE: u64 = 64 << 20;
-
-    /// Ranges in a working set.
-    const MAX_EXTENTS: usize = 1 << 16;
 
     /// Parse the manifest of the template with `key`. The text is untrusted.
     pub fn parse(text: &[u8], key: TemplateKey) -> Result<Self, InvalidManifest> {
@@ -133,24 +119,8 @@ impl Manifest {
             self.memory.size,
             self.shape().memory_bytes().saturating_mul(2),
         )?;
-        let mut previous = 0;
-        for (index, extent) in self.working_set.iter().enumerate() {
-            let end = extent.offset.checked_add(extent.length);
-            let pages =
-                extent.offset % 4096 == 0 && extent.length % 4096 == 0 && extent.length != 0;
-            match end {
-                Some(end)
-                    if pages
-                        && extent.offset >= previous
-                        && end <= self.memory.size
-                        && index < Self::MAX_EXTENTS =>
-                {
-                    previous = end;
-                }
-                _ => return Err(InvalidManifest::WorkingSet(index)),
-            }
-        }
-        Ok(())
+        // That it is one at all was seen when it was decoded.
+        Ok(self.working_set.check_within(self.memory.size)?)
     }
 
     /// vCPUs and memory.
@@ -163,6 +133,11 @@ impl Manifest {
         &self.inputs
     }
 
+    /// The pages of guest memory that a start is known to touch; empty when not recorded.
+    pub fn working_set(&self) -> &WorkingSet {
+        &self.working_set
+    }
+
     /// When it was built, in seconds since 1970.
     pub fn built_at(&self) -> u64 {
         self.built_at
@@ -171,8 +146,19 @@ impl Manifest {
 
 #[cfg(test)]
 mod tests {
+    use thaw_vmm_control::TouchedPages;
+
     use super::super::key::tests::inputs;
     use super::*;
+
+    fn working_set(ranges: &[(u32, u32)]) -> WorkingSet {
+        let ranges = ranges.iter().map(|(first, count)| TouchedPages {
+            first: *first,
+            count: *count,
+            written: *first > 1,
+        });
+        WorkingSet::new(ranges.collect()).unwrap()
+    }
 
     fn manifest() -> Manifest {
         let record = |size| FileRecord {
@@ -184,16 +170,7 @@ mod tests {
             state: record(5000),
             memory: record(256 << 20),
             built_at: 1_700_000_000,
-            working_set: vec![
-                Extent {
-                    offset: 0,
-                    length: 4096,
-                },
-                Extent {
-                    offset: 8192,
-                    length: 8192,
-                },
-            ],
+            working_set: working_set(&[(0, 1), (2, 2)]),
         }
     }
 
@@ -209,23 +186,15 @@ mod tests {
     #[test]
     fn test_hostile_content_is_refused() {
         type Change = fn(&mut Manifest);
-        let changes: [Change; 11] = [
+        let changes: [Change; 8] = [
             |m| m.inputs.kernel = Digest::of(b"other"),
             |m| m.inputs.format_epoch = 7,
             |m| m.state.size = 0,
             |m| m.state.size = u64::MAX,
             |m| m.memory.size = 0,
             |m| m.memory.size = u64::MAX,
-            |m| m.working_set[0].offset = 1,
-            |m| m.working_set[1].length = 0,
-            |m| m.working_set[1].offset = 0,
-            |m| {
-                m.working_set[1] = Extent {
-                    offset: 1 << 63,
-                    length: 1 << 63,
-                }
-            },
-            |m| m.working_set[1].length = 256 << 20,
+            |m| m.working_set = working_set(&[(0, 1), (65_535, 2)]),
+            |m| m.working_set = working_set(&[(u32::MAX, 1)]),
         ];
         for (number, change) in changes.iter().enumerate() {
             let mut changed = manifest();
@@ -249,10 +218,17 @@ mod tests {
             &good.replace("\"vcpus\":2", "\"vcpus\":200"),
             &good.replace("\"memory_mib\":256", "\"memory_mib\":257"),
             &good.replacen('{', "{\"more\":1,", 1),
+            // The second range of the working set: empty, out of order, beyond any memory, too large.
+            &good.replace("\"first\":2,\"count\":2", "\"first\":2,\"count\":0"),
+            &good.replace("\"first\":2,", "\"first\":0,"),
+            &good.replace("\"first\":2,", "\"first\":4294967296,"),
+            &good.replace("\"first\":2,\"count\":2", "\"first\":2,\"count\":8192"),
+            &good.replace("\"written\":true", "\"written\":1"),
             &long,
             &deep,
         ];
-        for text in texts {
+        for (number, text) in texts.into_iter().enumerate() {
+            assert_ne!(text, good, "text {number}");
             let result = Manifest::parse(text.as_bytes(), inputs().key());
             assert!(result.is_err(), "{}", &text[..text.len().min(200)]);
         }

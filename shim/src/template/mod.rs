@@ -40,14 +40,14 @@ use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 
-use thaw_vmm_control::Shape;
+use thaw_vmm_control::{Shape, WorkingSet};
 use thiserror::Error;
 
 pub use build::BuildError;
 pub use digest::{Digest, FileIdentity, InvalidDigest};
 pub use host::{HostFacts, KvmFlavour};
 pub use key::{KeyInputs, TemplateKey};
-pub use manifest::{Extent, InvalidManifest, Manifest};
+pub use manifest::{InvalidManifest, Manifest};
 pub use store::{StoredTemplate, TemplateStore, Trust};
 
 /// A template, ready to be restored: the descriptors that
@@ -64,8 +64,8 @@ pub struct Template {
     pub key: TemplateKey,
     /// Where it comes from.
     pub origin: Origin,
-    /// The ranges of guest memory that a start is known to touch; empty when not recorded.
-    pub working_set: Vec<Extent>,
+    /// The pages of guest memory that a start is known to touch; empty when not recorded.
+    pub working_set: WorkingSet,
 }
 
 /// Where a [`Template`] comes from.

@@ -161,7 +161,8 @@ impl TemplateStore {
         {
             return Ok(template);
         }
-        let (state, memory) = build_in_memory(builder, inputs).map_err(failed(inputs.shape))?;
+        let (state, memory, working_set) =
+            build_in_memory(builder, inputs).map_err(failed(inputs.shape))?;
         tracing::warn!(shape = %inputs.shape, "template was built in memory, for this sandbox only");
         Ok(Template {
             state,
@@ -169,7 +170,7 @@ impl TemplateStore {
             shape: inputs.shape,
             key,
             origin: Origin::Memory,
-            working_set: Vec::new(),
+            working_set,
         })
     }
 

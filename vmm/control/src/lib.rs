@@ -14,6 +14,7 @@ mod message;
 mod owner;
 mod read_only;
 mod shape;
+mod working_set;
 
 pub use channel::{Channel, ChannelError, MAX_DESCRIPTORS, MAX_MESSAGE};
 pub use launch::{Launch, LaunchError, Launched};
@@ -21,6 +22,7 @@ pub use message::{Event, FromVmm, GuestExit, Phase, Reply, Request, Statistics};
 pub use owner::Owner;
 pub use read_only::ReadOnlyView;
 pub use shape::{InvalidShape, Shape};
+pub use working_set::{InvalidWorkingSet, PAGE_SIZE, TouchedPages, WorkingSet};
 
 /// The virtio-fs tag of the one file tree a sandbox exports to its guest.
 pub const FILE_SYSTEM_TAG: &str = "thaw";
@@ -38,8 +40,8 @@ pub const CONTROL_DESCRIPTOR: i32 = 3;
 pub const KVM_DESCRIPTOR: i32 = 4;
 
 /// The format of snapshots that this build writes and reads. Part of every template's key; it
-/// changes with the meaning of a snapshot's state.
-pub const FORMAT_EPOCH: u32 = 1;
+/// changes with the meaning of a snapshot's state or of its manifest.
+pub const FORMAT_EPOCH: u32 = 2;
 
 /// The kernel command line of a template's guest. `tsc=reliable` and `no_timer_check` leave out
 /// checks of hardware that KVM vouches for; a guest that panics resets at once, and a reset is a

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::Shape;
+use crate::{Shape, WorkingSet};
 
 /// What the owner asks of the VMM. Descriptors that belong to a request are named in its text, in
 /// the order in which they are sent.
@@ -18,7 +18,18 @@ pub enum Request {
     },
     /// Make the machine of a snapshot, vCPUs stopped. Descriptors: state file, memory file, both
     /// read-only.
-    Restore,
+    Restore {
+        /// Pages that are made ready before the guest runs: when [`Request::Populate`] asks for it,
+        /// else by the first vCPU's thread. A hint: it changes nothing but the time that a start
+        /// takes and how much memory the guest has of its own.
+        working_set: WorkingSet,
+    },
+    /// Make the working set of a restored machine ready now. For an owner that has time before it
+    /// wants the guest to run, and by when the VMM is where its memory is to be charged.
+    Populate,
+    /// As [`Request::Restore`], but record which pages of its memory the guest touches. Descriptors:
+    /// state file, memory file, `/proc/PID/pagemap` of the VMM, which finds no procfs in its jail.
+    Rehearse,
     /// Give block slot `slot` its backing, before the vCPUs of a restored machine run.
     /// Descriptors: the file or block device. One that others use too is opened by a
     /// [`crate::ReadOnlyView`], because `read_only` binds the guest but not a VMM taken over by it.
@@ -43,6 +54,9 @@ pub enum Request {
     Snapshot,
     /// Ask for the counters of [`Statistics`].
     Statistics,
+    /// Ask for what a guest made by [`Request::Rehearse`] has touched so far. Refused where it could
+    /// not be recorded.
+    WorkingSet,
 }
 
 /// The one answer to a [`Request`].
@@ -52,6 +66,8 @@ pub enum Reply {
     Done,
     /// The answer to [`Request::Statistics`].
     Statistics(Statistics),
+    /// The answer to [`Request::WorkingSet`].
+    WorkingSet(WorkingSet),
     /// Not done: what was being done, with what, and why it failed.
     Failed(String),
 }

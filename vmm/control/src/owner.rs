@@ -134,10 +134,10 @@ mod tests {
         let mut owner = Owner::new(a);
         let thread = std::thread::spawn(move || vmm.receive::<Request>().unwrap().unwrap().0);
         assert!(matches!(
-            owner.request(&Request::Restore, &[]),
+            owner.request(&Request::Run, &[]),
             Err(ChannelError::Closed)
         ));
-        assert_eq!(thread.join().unwrap(), Request::Restore);
+        assert_eq!(thread.join().unwrap(), Request::Run);
     }
 
     #[test]

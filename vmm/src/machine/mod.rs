@@ -15,14 +15,14 @@ mod tests;
 use std::sync::Arc;
 
 use kvm_ioctls::VmFd;
-use thaw_vmm_control::{BLOCK_SLOTS, Shape};
+use thaw_vmm_control::{BLOCK_SLOTS, InvalidWorkingSet, Shape, WorkingSet};
 use thiserror::Error;
 use vm_memory::{GuestMemory, GuestMemoryRegion};
 
 use crate::acpi::AcpiError;
 use crate::generation::{self, GenerationError};
 use crate::kvm::KvmError;
-use crate::memory::{GuestRam, MemoryError};
+use crate::memory::{GuestRam, MemoryError, Recording, RecordingError};
 use crate::pci::PciError;
 use crate::snapshot::SnapshotError;
 use crate::vcpu::{ExitNotice, GuestIo, RunningVcpus, Vcpu, VcpuCounters, VcpuStateError};
@@ -32,6 +32,7 @@ pub use boot::BootSource;
 use bus::Bus;
 pub use devices::{Attachments, Environment};
 pub use load::LoadError;
+pub use restore::RestoreSource;
 #[cfg(test)]
 pub(crate) use tests::kernel as test_kernel;
 
@@ -71,6 +72,15 @@ pub enum MachineError {
     /// The state file.
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
+    /// A working set that is not one of this machine's memory.
+    #[error(transparent)]
+    WorkingSet(#[from] InvalidWorkingSet),
+    /// What the guest touches could not be recorded.
+    #[error(transparent)]
+    Recording(#[from] RecordingError),
+    /// What the guest touches is not recorded, and why.
+    #[error("the machine is not recorded: {0}")]
+    NotRecorded(String),
     /// Something was asked at the wrong time.
     #[error("the machine {0}")]
     Phase(&'static str),
@@ -98,6 +108,8 @@ pub struct Machine {
     attachments: Attachments,
     /// MSRs that a snapshot keeps; asked for when needed.
     vm: Arc<VmFd>,
+    /// What the guest touches, or why that is not known.
+    recording: Result<Recording, String>,
     /// After the VM, which has it mapped.
     ram: GuestRam,
 }
@@ -125,8 +137,16 @@ impl Machine {
             bus: Arc::new(bus),
             attachments,
             vm,
+            recording: Err("it was not made for a rehearsal".to_owned()),
             ram,
         })
+    }
+
+    /// Make the working set ready now, so that nothing of that is left when the machine is to run.
+    pub fn populate(&mut self) {
+        if let Vcpus::Ready(vcpus) = &mut self.vcpus {
+            vcpus.iter_mut().for_each(Vcpu::populate);
+        }
     }
 
     /// Run the vCPUs and the devices. Only once.
@@ -173,6 +193,14 @@ impl Machine {
             }
         }
         Ok(sums)
+    }
+
+    /// The pages that the guest has touched so far, when it was restored to have them recorded.
+    pub fn touched(&self) -> Result<WorkingSet, MachineError> {
+        match &self.recording {
+            Ok(recording) => Ok(recording.working_set(&self.ram)?),
+            Err(reason) => Err(MachineError::NotRecorded(reason.clone())),
+        }
     }
 
     /// Where guest memory is mapped in this process: first address and the one after the last.

@@ -12,26 +12,46 @@ use super::devices::{self, Environment};
 use super::{Machine, MachineError};
 use crate::generation;
 use crate::kvm::{Hypervisor, KvmError, doing};
-use crate::memory::GuestRam;
+use crate::memory::{GuestRam, Population, Recording};
 use crate::phase::Phases;
 use crate::serial::SerialPort;
 use crate::snapshot::{self, MachineState};
 use crate::vcpu::Vcpu;
 use kvm_ioctls::VmFd;
+use thaw_vmm_control::WorkingSet;
+
+/// What a machine is restored from.
+pub struct RestoreSource {
+    /// State of the machine and its devices.
+    pub state: File,
+    /// Guest memory; mapped, so it must never change.
+    pub memory: File,
+    /// Pages that are made ready before the guest runs.
+    pub working_set: WorkingSet,
+    /// This process' page map, when the pages that the guest touches are to be recorded.
+    pub pagemap: Option<File>,
+}
 
 impl Machine {
-    /// Make the machine of the snapshot in `state` and `memory`. Guest memory is mapped from
-    /// `memory`, which must never change from now on.
+    /// Make the machine of the snapshot in `source`.
     pub fn restore(
         hypervisor: &Hypervisor,
-        state: &File,
-        memory: &File,
+        source: RestoreSource,
         environment: Environment,
         phases: &mut Phases,
     ) -> Result<Self, MachineError> {
-        let state = snapshot::read(state)?;
+        let state = snapshot::read(&source.state)?;
         phases.mark("state");
-        let ram = GuestRam::restore(state.shape.memory_bytes(), memory, &state.extents)?;
+        let size = state.shape.memory_bytes();
+        let ram = GuestRam::restore(size, &source.memory, &state.extents)?;
+        // Before anything is written to it.
+        let recording = source
+            .pagemap
+            .map(|pagemap| Recording::start(&ram, pagemap).map_err(|error| error.to_string()));
+        let population = match source.working_set {
+            set if set.is_empty() => None,
+            set => Some(Population::new(&ram, &set)?),
+        };
         generation::renew(ram.memory())?;
         phases.mark("memory");
         let vm = hypervisor.create_vm(&ram)?;
@@ -41,6 +61,9 @@ impl Machine {
             let vcpu = Vcpu::new(&vm, index)?;
             vcpu.restore(state)?;
             vcpus.push(vcpu);
+        }
+        if let (Some(first), Some(population)) = (vcpus.first_mut(), population) {
+            first.populate_first(population);
         }
         restore_vm(&vm, &state)?;
         phases.mark("vcpus");
@@ -57,7 +80,11 @@ impl Machine {
         pci.restore(state.pci)?;
         phases.mark("devices");
         let bus = Bus::new(pci, serial);
-        Self::assemble(state.shape, true, vcpus, bus, attachments, vm, ram)
+        let mut machine = Self::assemble(state.shape, true, vcpus, bus, attachments, vm, ram)?;
+        if let Some(recording) = recording {
+            machine.recording = recording;
+        }
+        Ok(machine)
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use thaw_vmm_control::GuestExit;
+use thaw_vmm_control::{GuestExit, TouchedPages, WorkingSet};
 
 use super::*;
 use crate::kvm::{Hypervisor, test_hypervisor};
@@ -93,6 +93,17 @@ fn boot(hypervisor: &Hypervisor, code: &[u8], vcpus: u8) -> Guest {
     }
 }
 
+fn restore(hypervisor: &Hypervisor, source: RestoreSource) -> Guest {
+    let (environment, console, _export) = environment();
+    let mut phases = Phases::default();
+    let machine = Machine::restore(hypervisor, source, environment, &mut phases).unwrap();
+    Guest {
+        machine,
+        console,
+        _export,
+    }
+}
+
 /// The files of a snapshot.
 struct Files {
     state: File,
@@ -107,17 +118,18 @@ impl Files {
         }
     }
 
-    fn restore(&self, hypervisor: &Hypervisor) -> Guest {
-        let (environment, console, _export) = environment();
-        let mut phases = Phases::default();
-        let (state, memory) = (&self.state, &self.memory);
-        let machine =
-            Machine::restore(hypervisor, state, memory, environment, &mut phases).unwrap();
-        Guest {
-            machine,
-            console,
-            _export,
+    /// What a machine is restored from without a working set.
+    fn source(&self) -> RestoreSource {
+        RestoreSource {
+            state: self.state.try_clone().unwrap(),
+            memory: self.memory.try_clone().unwrap(),
+            working_set: WorkingSet::default(),
+            pagemap: None,
         }
+    }
+
+    fn restore(&self, hypervisor: &Hypervisor) -> Guest {
+        restore(hypervisor, self.source())
     }
 }
 
@@ -374,11 +386,84 @@ fn test_memory_of_another_size_than_the_state_says_is_refused() {
     files.memory.set_len(64 << 20).unwrap();
     let (environment, _console, _export) = environment();
     let mut phases = Phases::default();
-    let (state, memory) = (&files.state, &files.memory);
-    let result = Machine::restore(&hypervisor, state, memory, environment, &mut phases);
+    let result = Machine::restore(&hypervisor, files.source(), environment, &mut phases);
     let error = result.err().unwrap().to_string();
     assert!(
         error.contains("67108864 bytes instead of 134217728"),
         "{error}"
     );
+}
+
+#[test]
+fn test_a_rehearsal_finds_the_working_set_that_a_clone_then_has_ready() {
+    let Some(hypervisor) = test_hypervisor() else {
+        return;
+    };
+    let mut original = boot(&hypervisor, PRINT_LETTERS, 2);
+    original.machine.run().unwrap();
+    let mut text = original.letters(10);
+    let files = original.snapshot(&hypervisor);
+    text += &original.rest();
+    let last = text.chars().last().unwrap();
+    let mut rehearsal = restore(
+        &hypervisor,
+        RestoreSource {
+            pagemap: Some(File::open("/proc/self/pagemap").unwrap()),
+            ..files.source()
+        },
+    );
+    rehearsal.machine.run().unwrap();
+    assert_letters_follow(&rehearsal.letters(10), last);
+    let working_set = match rehearsal.machine.touched() {
+        Ok(working_set) => working_set,
+        Err(error) => return eprintln!("SKIPPED, needs Linux 6.7: {error}"),
+    };
+    let touched = |page: u64, written: bool| {
+        working_set.ranges().iter().any(|range| {
+            (range.first..range.first + range.count).contains(&(page as u32))
+                && range.written == written
+        })
+    };
+    assert!(touched(ENTRY / 4096, false), "{working_set:?}");
+    let generation = crate::layout::GENERATION_ID / 4096;
+    assert!(touched(generation, true), "{working_set:?}");
+    // One more, which the guest itself never touches.
+    let more = TouchedPages {
+        first: 20_000,
+        count: 3,
+        written: true,
+    };
+    let ranges = [working_set.ranges(), &[more]].concat();
+    let source = RestoreSource {
+        working_set: WorkingSet::new(ranges).unwrap(),
+        ..files.source()
+    };
+    let mut clone = restore(&hypervisor, source);
+    assert!(clone.machine.touched().is_err());
+    clone.machine.populate();
+    clone.machine.run().unwrap();
+    assert_letters_follow(&clone.letters(10), last);
+    let mut smaps = File::open("/proc/self/smaps").unwrap();
+    let own = crate::statistics::anonymous_bytes(&mut smaps, &clone.machine.memory_ranges());
+    assert!(own >= 4 * 4096, "{own}");
+}
+
+#[test]
+fn test_a_working_set_outside_of_the_memory_is_refused() {
+    let Some(hypervisor) = test_hypervisor() else {
+        return;
+    };
+    let files = boot(&hypervisor, PRINT_LETTERS, 1).snapshot(&hypervisor);
+    let (environment, _console, _export) = environment();
+    let outside = TouchedPages {
+        first: (128 << 20) / 4096,
+        count: 1,
+        written: false,
+    };
+    let source = RestoreSource {
+        working_set: WorkingSet::new(vec![outside]).unwrap(),
+        ..files.source()
+    };
+    let result = Machine::restore(&hypervisor, source, environment, &mut Phases::default());
+    assert!(matches!(result, Err(MachineError::WorkingSet(_))));
 }

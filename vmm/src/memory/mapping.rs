@@ -1,4 +1,4 @@
-//! The one place that maps over guest memory.
+//! The one place that changes how guest memory is mapped.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -51,5 +51,32 @@ pub fn exclude_from_dumps(region: &MmapRegion) -> io::Result<()> {
     // SAFETY: the range is the whole of the mapping that `region` owns, and this advice leaves its
     // content alone.
     unsafe { rustix::mm::madvise(region.as_ptr().cast(), region.size(), advice) }?;
+    Ok(())
+}
+
+/// Keep the kernel from backing guest memory with huge pages.
+pub fn forbid_huge_pages(region: &MmapRegion) -> io::Result<()> {
+    let advice = rustix::mm::Advice::LinuxNoHugepage;
+    // SAFETY: as above.
+    unsafe { rustix::mm::madvise(region.as_ptr().cast(), region.size(), advice) }?;
+    Ok(())
+}
+
+/// Make `length` bytes of `region` from `at` on pages of this process' own, as a write to each of
+/// them would. Errors: the range is not in the region, or `madvise(2)` fails.
+pub fn populate_for_writing(region: &MmapRegion, at: u64, length: u64) -> io::Result<()> {
+    if at
+        .checked_add(length)
+        .is_none_or(|end| end > region.size() as u64)
+    {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let advice = rustix::mm::Advice::LinuxPopulateWrite;
+    // SAFETY: the range was checked to lie in the mapping that `region` owns, and this advice leaves
+    // its content alone.
+    unsafe {
+        let start = region.as_ptr().add(at as usize);
+        rustix::mm::madvise(start.cast(), length as usize, advice)
+    }?;
     Ok(())
 }

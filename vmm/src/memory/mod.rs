@@ -8,8 +8,11 @@
 
 mod extent;
 mod mapping;
+mod population;
+mod recording;
 #[cfg(test)]
 mod tests;
+mod userfault;
 
 use std::fs::File;
 use std::io;
@@ -22,6 +25,8 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMma
 
 use crate::layout::{HIGH_RAM_START, LOW_RAM_END, PAGE_SIZE};
 pub use extent::{Extent, InvalidExtents, validate as validate_extents};
+pub use population::Population;
+pub use recording::{Recording, RecordingError};
 
 /// Holes up to this size between two extents of data become part of one extent: a mapping costs
 /// about as much as the page cache of a few pages that nobody writes.

@@ -194,6 +194,8 @@ fn run(mut vcpu: Vcpu, io: &dyn GuestIo, notice: &ExitNotice) -> Vcpu {
     if let Err(error) = unblock_signal(stop_signal()) {
         tracing::error!("unblocking the vCPUs' signal: {error}");
     }
+    // The rest of the machine need not wait for it.
+    vcpu.populate();
     if vcpu.index == 0 && notice.first_run().is_none() {
         notice.first_run.store(monotonic_ns(), Ordering::Relaxed);
     }

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::thread;
 
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use thaw_agent_api::agent::QuiesceResponse;
+use thaw_agent_api::agent::{InfoRequest, InfoResponse, QuiesceResponse};
 use thaw_agent_api::agent_ttrpc::{Sandbox, create_sandbox};
-use thaw_vmm_control::{Channel, FromVmm, GuestExit, Owner, Reply};
+use thaw_vmm_control::{Channel, FromVmm, GuestExit, Owner, Reply, TouchedPages};
 
 use super::super::key::tests::inputs;
 use super::*;
@@ -49,6 +49,9 @@ enum Plan {
     RefusesConnection,
     RefusesQuiesce,
     SnapshotFails,
+    CannotBeRestored,
+    DoesNotAnswer,
+    IsNotRecorded,
 }
 
 /// The VMM's end of a control channel.
@@ -73,6 +76,14 @@ impl Sandbox for Agent {
             ))),
             _ => Ok(QuiesceResponse::new()),
         }
+    }
+
+    async fn info(
+        &self,
+        _: &ttrpc::r#async::TtrpcContext,
+        _: InfoRequest,
+    ) -> ttrpc::Result<InfoResponse> {
+        Ok(InfoResponse::new())
     }
 }
 
@@ -147,6 +158,49 @@ impl Vmm {
         }
         self.send(FromVmm::Reply(Reply::Done));
     }
+
+    /// The other process, which restores the new template.
+    fn play_rehearsal(self) {
+        let (request, files) = self.expect();
+        assert_eq!((request, files.len()), (Request::Rehearse, 3));
+        for file in &files[..2] {
+            let file = File::from(file.try_clone().unwrap());
+            assert!(file.write_at(b"x", 0).is_err());
+        }
+        if self.plan == Plan::CannotBeRestored {
+            let reason = "the template's memory is not a regular file";
+            self.send(FromVmm::Reply(Reply::Failed(reason.to_owned())));
+            return;
+        }
+        self.send(FromVmm::Reply(Reply::Done));
+        assert_eq!(self.expect().0, Request::Run);
+        self.send(FromVmm::Reply(Reply::Done));
+        let (request, mut descriptors) = self.expect();
+        assert_eq!(request, Request::ConnectVsock { port: CONTROL_PORT });
+        self.send(FromVmm::Reply(Reply::Done));
+        let connection = UnixStream::from(descriptors.remove(0));
+        if self.plan == Plan::DoesNotAnswer {
+            drop(connection);
+            assert!(self.channel.receive::<Request>().unwrap().is_none());
+            return;
+        }
+        serve(connection, self.plan);
+        assert_eq!(self.expect().0, Request::WorkingSet);
+        self.send(FromVmm::Reply(match self.plan {
+            Plan::IsNotRecorded => Reply::Failed("userfaultfd: no".to_owned()),
+            _ => Reply::WorkingSet(working_set()),
+        }));
+    }
+}
+
+/// What the played VMM has recorded.
+fn working_set() -> WorkingSet {
+    let pages = TouchedPages {
+        first: 7,
+        count: 2,
+        written: false,
+    };
+    WorkingSet::new(vec![pages]).unwrap()
 }
 
 /// Serve the agent's interface on a connection until the peer closes it, then close it too.
@@ -175,8 +229,13 @@ fn serve(connection: UnixStream, plan: Plan) {
     });
 }
 
-/// Build with a guest that behaves as planned; what came of it, and the two files' content.
-fn build(plan: Plan) -> (Result<(), BuildError>, [String; 2]) {
+/// A played VMM, watched as a real one; `use_it` ends it.
+fn with_vmm<T>(
+    plan: Plan,
+    log: File,
+    play: impl FnOnce(Vmm) + Send + 'static,
+    use_it: impl FnOnce(Guest) -> T,
+) -> T {
     let (ours, theirs) = Channel::pair().unwrap();
     // Stands for the VMM's process: it must be killed in the end.
     let mut process = Command::new("sleep").arg("60").spawn().unwrap();
@@ -187,24 +246,29 @@ fn build(plan: Plan) -> (Result<(), BuildError>, [String; 2]) {
         owner: Owner::new(ours),
     };
     let vmm = thread::spawn(move || {
-        Vmm {
+        play(Vmm {
             channel: theirs,
             plan,
-        }
-        .play()
+        })
     });
+    let result = use_it(Guest::watch(launched, inputs().shape, log).unwrap());
+    vmm.join().unwrap();
+    // Reaped already.
+    assert!(process.try_wait().is_err());
+    result
+}
+
+/// Build with a guest that behaves as planned; what came of it, and the two files' content.
+fn build(plan: Plan) -> (Result<(), BuildError>, [String; 2]) {
     let mut log = tempfile::tempfile().unwrap();
     if plan == Plan::VmmDiesAtBoot {
         log.write_all(b"KVM_RUN: no\n").unwrap();
     }
     let (state, memory) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
     let image = tempfile::tempfile().unwrap();
-    let result = Guest::watch(launched, inputs().shape, log)
-        .unwrap()
-        .become_template(&inputs(), [&image, &image], &state, &memory);
-    vmm.join().unwrap();
-    // Reaped already.
-    assert!(process.try_wait().is_err());
+    let result = with_vmm(plan, log, Vmm::play, |guest| {
+        guest.become_template(&inputs(), [&image, &image], &state, &memory)
+    });
     (
         result,
         [&state, &memory].map(|file| std::io::read_to_string(file).unwrap()),
@@ -261,6 +325,39 @@ fn test_snapshot_that_cannot_be_written_is_an_error_of_its_own() {
         build(Plan::SnapshotFails).0,
         Err(BuildError::Snapshot(reason)) if reason.contains("No space left")
     ));
+}
+
+/// Rehearse with a guest that behaves as planned.
+fn rehearse(plan: Plan) -> Result<WorkingSet, BuildError> {
+    let files = [(); 2].map(|()| {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        File::open(file.path()).unwrap()
+    });
+    let log = tempfile::tempfile().unwrap();
+    with_vmm(plan, log, Vmm::play_rehearsal, |guest| {
+        guest.rehearse(&files)
+    })
+}
+
+#[test]
+fn test_rehearsal_finds_what_a_start_touches() {
+    assert_eq!(rehearse(Plan::Good).unwrap(), working_set());
+}
+
+#[test]
+fn test_host_that_cannot_record_has_an_empty_working_set() {
+    assert!(rehearse(Plan::IsNotRecorded).unwrap().is_empty());
+}
+
+#[test]
+fn test_template_whose_guest_does_not_come_back_is_an_error() {
+    let error = rehearse(Plan::CannotBeRestored).unwrap_err().to_string();
+    assert!(
+        error.contains("restoring the new template: the template's memory"),
+        "{error}"
+    );
+    let error = rehearse(Plan::DoesNotAnswer).unwrap_err().to_string();
+    assert!(error.starts_with("restoring the new template"), "{error}");
 }
 
 #[test]

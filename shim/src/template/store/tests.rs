@@ -6,6 +6,8 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime};
 
+use thaw_vmm_control::{TouchedPages, WorkingSet};
+
 use super::super::BuildError;
 use super::super::digest::descriptor_path;
 use super::super::key::tests::inputs;
@@ -30,8 +32,18 @@ impl FakeBuilder {
 const MEMORY_SIZE: u64 = 256 << 20;
 const DATA: usize = 1 << 20;
 
+/// What a start from any of them touches.
+fn working_set() -> WorkingSet {
+    let pages = TouchedPages {
+        first: 2048,
+        count: 3,
+        written: true,
+    };
+    WorkingSet::new(vec![pages]).unwrap()
+}
+
 impl Builder for FakeBuilder {
-    fn build(&self, _: &KeyInputs, state: &File, memory: &File) -> Result<(), BuildError> {
+    fn build(&self, _: &KeyInputs, state: &File, memory: &File) -> Result<WorkingSet, BuildError> {
         let number = self.builds.fetch_add(1, Ordering::SeqCst) + 1;
         std::thread::sleep(self.delay);
         let write = || {
@@ -40,14 +52,15 @@ impl Builder for FakeBuilder {
             memory.write_all_at(&[0xaa; DATA], 8 << 20)?;
             memory.write_all_at(&[number as u8; 5000], 64 << 20)
         };
-        write().map_err(|error: io::Error| BuildError::Snapshot(error.to_string()))
+        write().map_err(|error: io::Error| BuildError::Snapshot(error.to_string()))?;
+        Ok(working_set())
     }
 }
 
 struct Failing;
 
 impl Builder for Failing {
-    fn build(&self, _: &KeyInputs, _: &File, _: &File) -> Result<(), BuildError> {
+    fn build(&self, _: &KeyInputs, _: &File, _: &File) -> Result<WorkingSet, BuildError> {
         let (reason, console) = ("no".to_owned(), "Kernel panic\n".to_owned());
         Err(BuildError::Guest {
             doing: "booting the guest",
@@ -132,6 +145,10 @@ fn test_first_call_builds_and_second_finds() {
     assert_eq!((second.origin, build_number(&second)), (Origin::Stored, 1));
     assert_eq!(second.shape, inputs().shape);
     assert_eq!(second.key, inputs().key());
+    assert_eq!(
+        (first.working_set, second.working_set),
+        (working_set(), working_set())
+    );
     let key = inputs().key().to_string();
     assert_eq!(fixture.names(), [key.clone(), format!("{key}.lock")]);
 }

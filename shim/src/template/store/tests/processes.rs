@@ -15,7 +15,12 @@ const DELAY_VARIABLE: &str = "THAW_TEST_BUILD_DELAY";
 struct Announced(FakeBuilder);
 
 impl Builder for Announced {
-    fn build(&self, inputs: &KeyInputs, state: &File, memory: &File) -> Result<(), BuildError> {
+    fn build(
+        &self,
+        inputs: &KeyInputs,
+        state: &File,
+        memory: &File,
+    ) -> Result<WorkingSet, BuildError> {
         println!("\nBUILDING");
         self.0.build(inputs, state, memory)
     }
