@@ -95,16 +95,17 @@ fn measure(bed: &Testbed, arguments: &Arguments) -> Result<Report> {
         host: host(),
         ..Report::default()
     };
+    let before = thaw::templates();
     for clock in &arguments.clocks {
         eprintln!("measuring {clock}");
         match clock.as_str() {
             "restore" => {
                 let prefix = &Environment::get().prefix;
-                report.restore = Some(restore::restore(
-                    prefix,
-                    &thaw::template(),
-                    arguments.samples,
-                )?);
+                let template = restore::template()?;
+                let restored = restore::restore(prefix, &template, arguments.samples);
+                // The other clocks use the one of the shape without limits.
+                restore::remove(&template, &before)?;
+                report.restore = Some(restored?);
             }
             "start" => {
                 let (start, phases) = clocks::start(bed, arguments.samples)?;

@@ -1,8 +1,9 @@
 //! The restore clock: `thaw-vmm` alone, from its execution to the agent's first answer.
 
+use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -12,6 +13,7 @@ use thaw_agent_api::CONTROL_PORT;
 use thaw_agent_api::agent::InfoRequest;
 use thaw_agent_api::agent_ttrpc::SandboxClient;
 use thaw_shim::template::{Manifest, TemplateStore};
+use thaw_tests::thaw;
 use thaw_vmm_control::{Launch, ReadOnlyView, Reply, Request, WorkingSet};
 
 use crate::samples::Samples;
@@ -36,6 +38,29 @@ pub struct Restore {
     pub dirtied_bytes: u64,
     /// Exits to user space up to then, at most; absent where KVM does not count them.
     pub exits: Option<u64>,
+}
+
+/// The shape that is measured, whatever the host has: vCPUs, and memory in MiB.
+const SHAPE: [&str; 2] = ["2", "2048"];
+
+/// Has a template of the measured shape made, or finds it.
+pub fn template() -> Result<PathBuf> {
+    let [vcpus, memory] = SHAPE;
+    thaw::thaw(&["template", "build", "--vcpus", vcpus, "--memory", memory]).succeeded();
+    let wanted = format!("{vcpus}x{memory}M");
+    let mut templates = thaw::templates().into_iter();
+    let template = templates.find(|template| {
+        manifest(template).is_ok_and(|manifest| manifest.shape().to_string() == wanted)
+    });
+    template.with_context(|| format!("no template of {wanted}"))
+}
+
+/// Removes `template`, unless it was there `before`.
+pub fn remove(template: &Path, before: &[PathBuf]) -> Result<()> {
+    if !before.iter().any(|one| one == template) {
+        fs::remove_dir_all(template).context("removing a template")?;
+    }
+    Ok(())
 }
 
 /// Restores a guest from `template` with the VMM of the installed tree, and ends it, `samples` times.

@@ -20,7 +20,7 @@ pub enum Request {
     /// read-only.
     Restore {
         /// Pages that are made ready before the guest runs: when [`Request::Populate`] asks for it,
-        /// else by the first vCPU's thread. A hint: it changes nothing but the time that a start
+        /// else by the last vCPU's thread. A hint: it changes nothing but the time that a start
         /// takes and how much memory the guest has of its own.
         working_set: WorkingSet,
     },

@@ -62,8 +62,10 @@ impl Machine {
             vcpu.restore(state)?;
             vcpus.push(vcpu);
         }
-        if let (Some(first), Some(population)) = (vcpus.first_mut(), population) {
-            first.populate_first(population);
+        // By the last vCPU: where there are several, the first, which resumes the guest's work, need
+        // not wait for it.
+        if let (Some(last), Some(population)) = (vcpus.last_mut(), population) {
+            last.populate_first(population);
         }
         restore_vm(&vm, &state)?;
         phases.mark("vcpus");
