@@ -111,6 +111,7 @@ impl Start {
         let home = File::open("/proc/self/ns/mnt").map(|mount_namespace| Home {
             namespace: namespace.clone(),
             mount_namespace: mount_namespace.into(),
+            traces: crate::trace::directory(),
         });
         let seed = prepare(&id, bundle, spec, vmm_network, &facts, &trace);
         match runtime.and_then(|runtime| Ok((runtime, home?))) {

@@ -162,6 +162,9 @@ pub(super) fn verify(key: Option<&str>, output: &mut dyn Write) -> Result<bool> 
         Some(key) => vec![store.resolve(key)?],
         None => store.keys()?,
     };
+    if keys.is_empty() {
+        writeln!(output, "there are no templates")?;
+    }
     let mut good = true;
     for key in keys {
         match store.verify(key)? {

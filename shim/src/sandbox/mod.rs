@@ -32,7 +32,7 @@ use crate::error::TaskError;
 use crate::events::Publisher;
 use crate::facts::{self, FactsFile};
 use crate::spec::BundleSpec;
-use crate::trace::{self, Recorder};
+use crate::trace::Recorder;
 use crate::vmm::Vmm;
 
 pub use guest::Plan;
@@ -57,13 +57,15 @@ pub struct Sandbox {
     finished: Notify,
 }
 
-/// Where a sandbox was started from: its loggers belong there.
+/// Where a sandbox was started from and is recorded.
 #[derive(Debug)]
 pub struct Home {
     /// containerd's namespace.
     pub namespace: String,
-    /// containerd's mount namespace; the shim has one of its own.
+    /// containerd's mount namespace, where loggers belong; the shim has one of its own.
     pub mount_namespace: OwnedFd,
+    /// Directory of the traces of starts.
+    pub traces: PathBuf,
 }
 
 /// What the container that a sandbox is started for needs, before containerd asks for it.
@@ -240,7 +242,7 @@ impl Sandbox {
 
     /// Write the trace of the start.
     fn write_trace(&self) {
-        if let Err(error) = self.trace.write(&trace::directory()) {
+        if let Err(error) = self.trace.write(&self.home.traces) {
             warn!(%error, "writing the trace of a start");
         }
     }

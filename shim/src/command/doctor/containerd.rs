@@ -123,7 +123,7 @@ pub(super) fn check_shim() -> Check {
         false => Check::warning(
             "shim",
             format!("{} is not where services look for programs", own.display()),
-            format!("link it: ln -s {} /usr/local/bin/", own.display()),
+            format!("link it: ln -sfn {} /usr/local/bin/", own.display()),
         ),
     }
 }

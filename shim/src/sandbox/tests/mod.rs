@@ -103,6 +103,7 @@ async fn set() -> Scene {
         Home {
             namespace: "default".into(),
             mount_namespace: fs::File::open("/proc/self/ns/mnt").unwrap().into(),
+            traces: path("traces"),
         },
         "web".into(),
         Err(String::new()),
