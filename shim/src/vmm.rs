@@ -199,8 +199,9 @@ impl Driver {
                         &mut self.exit,
                         &self.console,
                     ) {
-                        Ok(true) => ready.clear_ready(),
-                        Ok(false) => return None,
+                        Ok(Round::Drained) => ready.clear_ready(),
+                        Ok(Round::Share) => tokio::task::yield_now().await,
+                        Ok(Round::Closed) => return None,
                         Err(error) => return Some(error),
                     },
                     Err(source) => return Some(ChannelError::System { doing: "polling", source }),
@@ -221,14 +222,29 @@ impl Driver {
     }
 }
 
-/// Take all messages that are there. `false` when the VMM has closed its end.
+/// Most messages that are taken before others get their turn: a guest that floods its console must
+/// not keep the shim from answering containerd.
+const SHARE: usize = 64;
+
+/// How taking messages has ended.
+#[derive(Debug, PartialEq, Eq)]
+enum Round {
+    /// There are no more now.
+    Drained,
+    /// There may be more.
+    Share,
+    /// The other end is closed.
+    Closed,
+}
+
+/// Take the messages that are there, up to a share.
 fn receive(
     owner: &Owner,
     waiting: &mut Option<oneshot::Sender<Result<Reply, VmmError>>>,
     exit: &mut Option<GuestExit>,
     console: &Mutex<Console>,
-) -> Result<bool, ChannelError> {
-    loop {
+) -> Result<Round, ChannelError> {
+    for _ in 0..SHARE {
         match owner.channel().try_receive::<FromVmm>() {
             Ok(Some((FromVmm::Reply(reply), _))) => {
                 let Some(answer) = waiting.take() else {
@@ -255,14 +271,15 @@ fn receive(
                 );
                 *exit = Some(how);
             }
-            Ok(None) => return Ok(false),
-            Err(ChannelError::WouldBlock) => return Ok(true),
+            Ok(None) => return Ok(Round::Closed),
+            Err(ChannelError::WouldBlock) => return Ok(Round::Drained),
             Err(error) => {
                 warn!(%error, "the VMM is given up");
                 return Err(error);
             }
         }
     }
+    Ok(Round::Share)
 }
 
 /// Wait until the process of `pidfd`, a child, has ended; take its status, and say it in words.
@@ -376,6 +393,22 @@ mod tests {
         assert!(!identity.is_alive());
         let later = vmm.order(Request::Run, Vec::new()).await.unwrap_err();
         assert!(matches!(later, VmmError::Ended(_)));
+    }
+
+    #[test]
+    fn test_a_flooded_console_leaves_others_their_turn() {
+        let directory = tempfile::tempdir().unwrap();
+        let (ours, theirs) = Channel::pair().unwrap();
+        let (owner, console) = (Owner::new(ours), Mutex::new(console(&directory)));
+        for _ in 0..SHARE + 1 {
+            let line = FromVmm::Event(Event::Console(b"line\n".to_vec()));
+            theirs.send(&line, &[]).unwrap();
+        }
+        let round = || receive(&owner, &mut None, &mut None, &console).unwrap();
+        assert_eq!(round(), Round::Share);
+        assert_eq!(round(), Round::Drained);
+        drop(theirs);
+        assert_eq!(round(), Round::Closed);
     }
 
     #[tokio::test]
