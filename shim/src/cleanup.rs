@@ -27,10 +27,19 @@ pub struct Deleted {
     pub exit: Exit,
 }
 
-/// Delete the container `id` of the sandbox in `directory`. The sandbox goes with it, unless it has
-/// another container: containerd asks for this after every container, also while the others live.
-pub fn delete(directory: &Path, id: &str) -> io::Result<Deleted> {
+/// Delete the container `id`, whose bundle is `bundle`, of the sandbox in `directory`. The sandbox
+/// goes with it, unless it has another container: containerd asks for this after every container,
+/// also while the others live. One of another containerd stays too.
+pub fn delete(directory: &Path, id: &str, bundle: &Path) -> io::Result<Deleted> {
     let facts = FactsFile::read(directory);
+    if let Ok(Some(facts)) = &facts
+        && facts.are_of_another(id, bundle)
+    {
+        return Ok(Deleted {
+            pid: 0,
+            exit: Exit::now(KILLED),
+        });
+    }
     let container = facts
         .as_ref()
         .ok()
@@ -129,9 +138,8 @@ fn collect(root: &Path, meant: impl Fn(&Facts) -> bool) -> io::Result<Vec<Abando
         // What is not a sandbox has no name of one: `.templates`, and `traces` holds files only.
         for directory in directories(&namespace)? {
             let facts = FactsFile::read(&directory);
-            let alive = |facts: &Facts| facts.shim.is_some_and(|shim| shim.is_alive());
             let removed = match facts {
-                Ok(Some(facts)) if alive(&facts) || !meant(&facts) => continue,
+                Ok(Some(facts)) if facts.is_alive() || !meant(&facts) => continue,
                 Ok(Some(facts)) => remove(&directory, &facts),
                 Ok(None) if !is_old(&directory) => continue,
                 Ok(None) | Err(_) => facts::remove_directory(&directory),
@@ -211,14 +219,14 @@ mod tests {
         let file = FactsFile::create(root.path(), facts).unwrap();
         fs::create_dir(file.export()).unwrap();
 
-        let deleted = delete(file.directory(), "web").unwrap();
+        let deleted = delete(file.directory(), "web", Path::new("/b")).unwrap();
         assert_eq!((deleted.pid, deleted.exit.status), (anchor_id.pid, KILLED));
         for child in [&mut shim, &mut vmm, &mut anchor] {
             assert!(!child.wait().unwrap().success());
         }
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
         // Again, when nothing is known any more.
-        let deleted = delete(file.directory(), "web").unwrap();
+        let deleted = delete(file.directory(), "web", Path::new("/b")).unwrap();
         assert_eq!((deleted.pid, deleted.exit.status), (0, KILLED));
     }
 
@@ -235,7 +243,7 @@ mod tests {
             .insert("web".into(), container(None, Some(exit)));
         let file = FactsFile::create(root.path(), facts).unwrap();
         assert_eq!(
-            delete(file.directory(), "web").unwrap(),
+            delete(file.directory(), "web", Path::new("/b")).unwrap(),
             Deleted { pid: 0, exit }
         );
     }
@@ -248,11 +256,33 @@ mod tests {
         facts.shim = Some(shim_id);
         facts.containers.insert("pod".into(), container(None, None));
         let file = FactsFile::create(root.path(), facts).unwrap();
-        delete(file.directory(), "other").unwrap();
+        delete(file.directory(), "other", Path::new("/b")).unwrap();
         assert!(shim_id.is_alive());
         assert!(file.directory().exists());
         shim.kill().unwrap();
         shim.wait().unwrap();
+    }
+
+    #[test]
+    fn test_delete_leaves_another_containerd_s_sandbox_of_that_name_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let (mut shim, shim_id) = process();
+        let (ours, theirs) = (root.path().join(".ours"), root.path().join(".theirs"));
+        fs::create_dir(&ours).unwrap();
+        fs::create_dir(&theirs).unwrap();
+        let mut facts = facts(root.path(), "web");
+        (facts.shim, facts.bundle) = (Some(shim_id), theirs.clone());
+        let file = FactsFile::create(root.path(), facts).unwrap();
+
+        let deleted = delete(file.directory(), "web", &ours).unwrap();
+        assert_eq!(deleted.pid, 0);
+        assert!(shim_id.is_alive() && file.directory().exists());
+        // Its own may also be named by another path.
+        let link = root.path().join(".link");
+        std::os::unix::fs::symlink(&theirs, &link).unwrap();
+        delete(file.directory(), "web", &link).unwrap();
+        assert!(!shim.wait().unwrap().success());
+        assert!(!file.directory().exists());
     }
 
     #[test]

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -46,6 +46,33 @@ pub struct Facts {
     /// The containers, by id.
     #[serde(default)]
     pub containers: BTreeMap<String, ContainerFacts>,
+}
+
+impl Facts {
+    /// Whether the shim runs and the bundle of container `id` is another than `bundle`: then both
+    /// belong to another containerd, which has a container of that name too. Unknown bundles are
+    /// not another's.
+    pub fn are_of_another(&self, id: &str, bundle: &Path) -> bool {
+        let container = self.containers.get(id).map(|container| &container.bundle);
+        let own = (id == self.sandbox).then_some(&self.bundle);
+        let (Some(noted), true) = (container.or(own), self.is_alive()) else {
+            return false;
+        };
+        // By identity: one of the two paths may go through a symbolic link.
+        let identity = |path: &Path| {
+            let metadata = fs::metadata(path).ok()?;
+            Some((metadata.dev(), metadata.ino()))
+        };
+        match (identity(noted), identity(bundle)) {
+            (Some(noted), Some(given)) => noted != given,
+            _ => false,
+        }
+    }
+
+    /// Whether the shim runs.
+    pub fn is_alive(&self) -> bool {
+        self.shim.is_some_and(ProcessIdentity::is_alive)
+    }
 }
 
 /// One container of a sandbox, from before its creation until its deletion.

@@ -31,6 +31,8 @@ const NAMESPACE: &str = "thaw-shim-test";
 struct Bundle {
     directory: tempfile::TempDir,
     id: String,
+    /// Where the containerd whose bundle it is serves.
+    address: &'static str,
     /// containerd's end of the log; without it the shim has none.
     _log: File,
 }
@@ -74,6 +76,7 @@ impl Bundle {
         Self {
             directory,
             id,
+            address: "/run/thaw-shim-test.sock",
             _log: log,
         }
     }
@@ -89,12 +92,7 @@ impl Bundle {
     /// Run the shim as containerd does, with `input` on its standard input.
     fn run(&self, action: &[&str], input: &[u8]) -> Output {
         let mut child = Command::new(env!("CARGO_BIN_EXE_containerd-shim-thaw-v2"))
-            .args([
-                "-namespace",
-                NAMESPACE,
-                "-address",
-                "/run/thaw-shim-test.sock",
-            ])
+            .args(["-namespace", NAMESPACE, "-address", self.address])
             .args(["-publish-binary", "/usr/bin/containerd", "-id", &self.id])
             .args(action)
             .current_dir(self.path())
@@ -333,6 +331,24 @@ fn test_a_new_start_takes_over_from_a_killed_one() {
     assert_eq!(bundle.start(), socket);
     assert_ne!(bundle.shim_pid(), first);
     UnixStream::connect(&socket).unwrap();
+}
+
+#[test]
+fn test_a_running_container_of_another_containerd_is_left_alone() {
+    let bundle = Bundle::new(&spec());
+    let socket = bundle.start();
+    let pid = bundle.shim_pid();
+    let mut other = Bundle::new(&spec());
+    other.id.clone_from(&bundle.id);
+    other.address = "/run/thaw-shim-test-other.sock";
+    let output = other.run(&["start"], b"");
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{errors}");
+    assert!(errors.contains("another containerd"), "{errors}");
+    other.delete();
+    assert!(process_is_there(pid));
+    bundle.delete();
+    assert_nothing_left(&bundle, &socket, pid);
 }
 
 #[test]

@@ -153,6 +153,16 @@ fn claim(flags: &Flags, sandbox: &str, bundle: &Path, socket: &Path) -> io::Resu
     let directory = facts::sandbox_directory(facts::root(), &flags.namespace, sandbox)?;
     if directory.exists() {
         match FactsFile::read(&directory) {
+            Ok(Some(facts)) if facts.are_of_another(sandbox, bundle) => {
+                return Err(io::Error::new(
+                    io::ErrorKind::AlreadyExists,
+                    format!(
+                        "id {sandbox:?} is that of a running container of another containerd \
+                         (bundle {}): use another id or namespace",
+                        facts.bundle.display()
+                    ),
+                ));
+            }
             Ok(Some(facts)) => cleanup::remove(&directory, &facts)?,
             Ok(None) | Err(_) => facts::remove_directory(&directory)?,
         }
@@ -180,7 +190,7 @@ fn delete(flags: &Flags) -> io::Result<()> {
     let group = group.as_ref().and_then(|spec| spec.view.group());
     let sandbox = group.unwrap_or(&flags.id);
     let directory = facts::sandbox_directory(facts::root(), &flags.namespace, sandbox)?;
-    let deleted = cleanup::delete(&directory, &flags.id)?;
+    let deleted = cleanup::delete(&directory, &flags.id, &bundle)?;
     let response = DeleteResponse {
         pid: deleted.pid,
         exit_status: deleted.exit.status,
