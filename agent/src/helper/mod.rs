@@ -8,6 +8,7 @@
 
 mod console;
 mod executor;
+mod journal;
 mod spec;
 
 use std::error::Error;
@@ -33,6 +34,7 @@ use ttrpc::Code;
 
 use self::console::ConsoleSocket;
 use self::executor::{Confinement, ContainerExecutor, LastSteps};
+use self::journal::Journal;
 use self::spec::ProcessFacts;
 use crate::boot::OPEN_FILES;
 use crate::protocol::{MESSAGE_LIMIT, Place, RECEIVED_SPEC, Reply, Request, SPEC, process_file};
@@ -49,6 +51,7 @@ pub fn run() -> ExitCode {
     let (soft, hard) = OPEN_FILES;
     // Refused only where the tests run without the right to; the limit is then theirs.
     let _ = setrlimit(Resource::RLIMIT_NOFILE, soft, hard);
+    let journal = Journal::install();
     let mut buffer = vec![0; MESSAGE_LIMIT];
     let request = sys::receive(std::io::stdin(), &mut buffer);
     let Ok((length, descriptors)) = request else {
@@ -59,6 +62,10 @@ pub fn run() -> ExitCode {
         .and_then(|request| carry_out(request, descriptors));
     let (reply, terminal) = outcome.unwrap_or_else(|refusal| {
         let Refusal { code, message } = refusal;
+        let message = match &journal {
+            Ok(journal) => journal.explain(message),
+            Err(_) => message,
+        };
         (
             Reply::Refused {
                 code: code as i32,

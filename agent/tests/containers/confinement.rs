@@ -50,6 +50,18 @@ async fn test_spec_that_asks_for_too_much_is_refused_with_the_field() {
 }
 
 #[tokio::test]
+async fn test_mount_that_fails_is_named_with_the_reason() {
+    let guest = guest_or_skip!();
+    let mut spec = guest.spec(&["true"]);
+    let mounts = spec["mounts"].as_array_mut().unwrap();
+    mounts.push(json!({"destination": "/data", "type": "nosuchfs", "source": "none"}));
+    let (_, message) = refusal(guest.create("a", &spec, false).await.map(drop));
+    for part in ["/data", "nosuchfs", "ENODEV"] {
+        assert!(message.contains(part), "no {part}: {message}");
+    }
+}
+
+#[tokio::test]
 async fn test_pause_stops_everything_and_resume_continues() {
     let guest = guest_or_skip!();
     let script = "while :; do echo x; sleep 0.01; done";
