@@ -15,19 +15,23 @@ use containerd_shim_protos::topics::{
     TASK_START_EVENT_TOPIC,
 };
 use rustix::process::Signal;
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::Sandbox;
 use crate::container::Container;
 use crate::error::TaskError;
 use crate::facts::Exit;
 use crate::process::{Life, Process, timestamp};
+use crate::vmm::Vmm;
 
 /// How long output may stand still before a deletion gives it up.
 const DELETE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long a start may wait for the VMM's own times.
 const STATISTICS_LIMIT: Duration = Duration::from_secs(2);
+
+/// How long a container may take to end after SIGKILL, with the delivery of its output.
+const STUCK_LIMIT: Duration = Duration::from_secs(30);
 
 impl Sandbox {
     /// Start the container or an exec. Returns its pid.
@@ -146,6 +150,10 @@ impl Sandbox {
             ..KillRequest::default()
         };
         match agent.kill(&guest).await.map_err(TaskError::from) {
+            Ok(_) if kill && init => {
+                tokio::spawn(insist(self.vmm()?.clone(), container.clone()));
+                Ok(())
+            }
             Ok(_) => Ok(()),
             // The guest is stuck: what was asked for can be done from outside.
             Err(TaskError::Unavailable(reason)) if kill && init => {
@@ -292,5 +300,20 @@ impl Sandbox {
             return Err(TaskError::NotFound(text));
         }
         Ok(container.agent()?.stats(&request).await?)
+    }
+}
+
+/// See that a container ends to which SIGKILL was sent. The guest says that it has done so, and may
+/// say anything; or the process waits in its kernel for what does not come.
+async fn insist(vmm: Arc<Vmm>, container: Arc<Container>) {
+    if tokio::time::timeout(STUCK_LIMIT, container.init.wait())
+        .await
+        .is_err()
+    {
+        warn!(
+            container = container.id,
+            "killing the VM of a container that outlives SIGKILL"
+        );
+        vmm.kill();
     }
 }

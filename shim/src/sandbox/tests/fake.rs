@@ -99,6 +99,8 @@ pub struct Agent {
     pub refuse_create: Mutex<Option<(Code, &'static str)>>,
     /// The process ends before its Start is answered.
     pub ends_at_once: Mutex<bool>,
+    /// Kill is answered and not done.
+    pub spares: Mutex<bool>,
     processes: Mutex<HashMap<String, Arc<PlayedProcess>>>,
     streams: Mutex<HashMap<u64, StdUnixStream>>,
     arrived: watch::Sender<usize>,
@@ -309,8 +311,11 @@ impl Task for Service {
     async fn kill(&self, _: &TtrpcContext, request: KillRequest) -> ttrpc::Result<Empty> {
         self.0
             .note(&format!("Kill {} all={}", request.signal, request.all));
-        let agent = self.0.clone();
-        tokio::spawn(async move { agent.end(&request.exec_id, "", 128 + request.signal).await });
+        if !*self.0.spares.lock().unwrap() {
+            let agent = self.0.clone();
+            let status = 128 + request.signal;
+            tokio::spawn(async move { agent.end(&request.exec_id, "", status).await });
+        }
         Ok(Empty::new())
     }
 

@@ -446,6 +446,27 @@ fn test_whoever_kills_the_anchor_kills_the_container() {
 }
 
 #[test]
+fn test_a_guest_that_only_says_that_it_kills_is_killed() {
+    scene(|scene| async move {
+        let pid = scene.create().await;
+        scene.start("").await.unwrap();
+        *scene.agent.spares.lock().unwrap() = true;
+        scene.kill("", 15).await.unwrap();
+        scene.kill("", 9).await.unwrap();
+        // The task that waits begins to do so.
+        tokio::task::yield_now().await;
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(29)).await;
+        assert!(scene.vmm.identity().is_alive());
+        tokio::time::advance(Duration::from_secs(2)).await;
+        tokio::time::resume();
+        assert_eq!(scene.wait("").await, 137);
+        scene.delete("").await.unwrap();
+        scene.assert_nothing_left(pid).await;
+    });
+}
+
+#[test]
 fn test_a_creation_that_fails_leaves_nothing_and_tells_the_agent_s_words() {
     scene(|scene| async move {
         let text = "exec: \"nope\": executable file not found in $PATH";
