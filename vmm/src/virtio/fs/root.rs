@@ -12,6 +12,11 @@ use rustix::process::{Resource, getrlimit};
 /// devices, its own short-lived ones).
 const RESERVED: u64 = 1024;
 
+/// Most descriptors of a guest, whatever the process may have, which can be a thousand times more.
+/// Each costs the host some 2 KiB that the guest need not have itself, and a guest's kernel that
+/// caches this many inodes needs more than 1 GiB for them.
+const MOST: u64 = 1 << 20;
+
 /// A directory to export, and the means that the server needs beside it.
 #[derive(Debug)]
 pub struct FileServerRoot {
@@ -28,7 +33,7 @@ impl FileServerRoot {
         Self {
             directory: directory.to_owned(),
             descriptors: descriptors.into(),
-            guest_limit: file_limit - RESERVED.min(file_limit / 4),
+            guest_limit: (file_limit - RESERVED.min(file_limit / 4)).min(MOST),
         }
     }
 
@@ -39,5 +44,22 @@ impl FileServerRoot {
         let descriptors = openat(CWD, "/proc/self/fd", flags, Mode::empty())?;
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         Ok(Self::new(directory, descriptors, limit))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_a_guest_s_descriptors_are_bounded() {
+        let limit = |file_limit| {
+            let descriptors = File::open("/proc/self/fd").unwrap().into();
+            FileServerRoot::new(Path::new("/"), descriptors, file_limit).guest_limit
+        };
+        assert_eq!(limit(64), 48);
+        assert_eq!(limit(524_288), 524_288 - RESERVED);
+        assert_eq!(limit(1 << 30), MOST);
+        assert_eq!(limit(u64::MAX), MOST);
     }
 }
