@@ -202,6 +202,9 @@ const GROUP_ANNOTATIONS: [&str; 2] = [
     "io.kubernetes.cri.sandbox-id",
 ];
 
+/// The kernel's `__NEW_UTS_LEN`.
+const MOST_HOSTNAME: usize = 64;
+
 impl Spec {
     /// The sandbox that a container with this spec belongs to, when it is not its own.
     pub fn group(&self) -> Option<&str> {
@@ -253,6 +256,20 @@ impl Spec {
                     namespace.path.display()
                 ));
             }
+        }
+        if self.hostname.len() > MOST_HOSTNAME {
+            return unsupported(format!(
+                "hostname: {} bytes, of which the kernel takes {MOST_HOSTNAME}",
+                self.hostname.len()
+            ));
+        }
+        if let Some(path) = self.network_namespace()
+            && let Err(error) = fs::metadata(path)
+        {
+            return unsupported(format!(
+                "linux.namespaces: the network namespace {}: {error}",
+                path.display()
+            ));
         }
         for (name, hooks) in &self.hooks {
             // What the agent runs inside of the container needs nothing of the host.
@@ -329,6 +346,26 @@ mod tests {
         ]))
         .unwrap_err();
         assert!(error.contains("pid namespace /proc/7/ns/pid"), "{error}");
+    }
+
+    #[test]
+    fn test_what_would_only_fail_later_is_refused_by_name() {
+        let check = |hostname: &str, network: &str| {
+            let spec = json!({
+                "root": { "path": "rootfs" }, "hostname": hostname, "linux": { "namespaces": [
+                    { "type": "network", "path": network }, { "type": "pid" }, { "type": "mount" },
+                ] }
+            });
+            parse(spec).check().map_err(|error| error.to_string())
+        };
+        check(&"h".repeat(64), "/proc/self/ns/net").unwrap();
+        let error = check(&"h".repeat(65), "").unwrap_err();
+        assert!(error.contains("hostname: 65 bytes"), "{error}");
+        let error = check("", "/run/netns/none").unwrap_err();
+        assert!(
+            error.contains("network namespace /run/netns/none"),
+            "{error}"
+        );
     }
 
     #[test]
