@@ -138,15 +138,15 @@ impl ContainerMounts {
             targets.extend(entries.flatten().map(|entry| entry.path()));
         }
         let mut result = Ok(());
-        for target in targets {
+        for target in &targets {
             // One at a time, the topmost first: a root may consist of several.
             loop {
-                match unmount(&target, UnmountFlags::NOFOLLOW) {
+                match unmount(target, UnmountFlags::NOFOLLOW) {
                     Ok(()) => {}
                     // Mounts below, or still in use: they go when the last user does.
                     Err(rustix::io::Errno::BUSY) => {
                         let lazy = UnmountFlags::NOFOLLOW | UnmountFlags::DETACH;
-                        if let Err(errno) = unmount(&target, lazy) {
+                        if let Err(errno) = unmount(target, lazy) {
                             result = Err(failed(format!("unmounting {}", target.display()), errno));
                             break;
                         }
@@ -160,7 +160,12 @@ impl ContainerMounts {
                 }
             }
         }
-        let _ = fs::remove_dir_all(&self.directory);
+        // Never what is in a directory: of a mount that is still there it would be its owner's.
+        for target in &targets {
+            let _ = fs::remove_dir(target).or_else(|_| fs::remove_file(target));
+        }
+        let _ = fs::remove_dir(self.directory.join("mounts"));
+        let _ = fs::remove_dir(&self.directory);
         result
     }
 }

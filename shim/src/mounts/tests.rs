@@ -233,3 +233,23 @@ fn test_what_cannot_be_mounted_here_says_so() {
         .to_string();
     assert!(error.contains("mount manager"), "{error}");
 }
+
+#[test]
+fn test_what_is_still_mounted_is_not_emptied() {
+    with_export(|directory, export| {
+        let volume = directory.join("volume");
+        fs::create_dir(&volume).unwrap();
+        fs::write(volume.join("file"), "the user's").unwrap();
+        let mounts = ContainerMounts::new(export, "web");
+        mounts.mount_root(&[], &volume).unwrap();
+        // One that is not found when the others are taken away.
+        let stray = export.join("containers/web/stray");
+        fs::create_dir(&stray).unwrap();
+        bind(&volume, &stray, &Options::parse(["rbind"])).unwrap();
+        mounts.unmount().unwrap();
+        assert_eq!(
+            fs::read_to_string(volume.join("file")).unwrap(),
+            "the user's"
+        );
+    });
+}
