@@ -32,6 +32,18 @@ pub struct Container {
     pub agent: OnceLock<Agent>,
     execs: Mutex<Execs>,
     anchor_ended: watch::Receiver<bool>,
+    creation: watch::Sender<Creation>,
+}
+
+/// How far the creation of a container has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Creation {
+    UnderWay,
+    /// Nobody wants it any more.
+    Unwanted,
+    Done,
+    /// Nothing of the container is left.
+    Failed,
 }
 
 #[derive(Debug, Default)]
@@ -81,6 +93,7 @@ impl Container {
             agent: OnceLock::new(),
             execs: Mutex::default(),
             anchor_ended,
+            creation: watch::Sender::new(Creation::UnderWay),
         })
     }
 
@@ -114,6 +127,50 @@ impl Container {
         self.agent.get().ok_or_else(|| {
             TaskError::FailedPrecondition(format!("container {} is still being created", self.id))
         })
+    }
+
+    /// The container is in the guest, with this agent.
+    pub fn set_created(&self, agent: Agent) {
+        // Set once, by the one creation.
+        let _ = self.agent.set(agent);
+        self.creation.send_replace(Creation::Done);
+    }
+
+    /// The creation has failed, and what there was of the container is gone.
+    pub fn set_failed(&self) {
+        self.creation.send_replace(Creation::Failed);
+    }
+
+    /// Have a creation that is under way given up.
+    pub fn abandon(&self) {
+        self.creation.send_if_modified(|creation| {
+            let under_way = *creation == Creation::UnderWay;
+            if under_way {
+                *creation = Creation::Unwanted;
+            }
+            under_way
+        });
+    }
+
+    /// Wait until the creation is to be given up, and return the reason.
+    pub async fn abandoned(&self) -> TaskError {
+        let mut creation = self.creation.subscribe();
+        // The sender is this container's.
+        let _ = creation.wait_for(|now| *now == Creation::Unwanted).await;
+        TaskError::Unavailable(format!(
+            "container {} was deleted while it was being created",
+            self.id
+        ))
+    }
+
+    /// Wait until the creation has ended, and return whether there is a container.
+    pub async fn is_created(&self) -> bool {
+        let mut creation = self.creation.subscribe();
+        let ended = |now: &Creation| matches!(now, Creation::Done | Creation::Failed);
+        creation
+            .wait_for(ended)
+            .await
+            .is_ok_and(|creation| *creation == Creation::Done)
     }
 
     /// The process `exec_id`, the first one for the empty string.

@@ -38,8 +38,7 @@ impl Sandbox {
         match self.make(&container, making).await {
             Ok(agent) => {
                 self.trace.mark("container created");
-                // Set once, here.
-                let _ = container.agent.set(agent);
+                container.set_created(agent);
                 self.publish_create(&container, &request);
                 tokio::spawn(self.clone().watch(container.clone()));
                 Ok(container.pid())
@@ -49,6 +48,7 @@ impl Sandbox {
                 self.tear_down().await;
                 self.lock_container().take();
                 self.note(|facts| drop(facts.containers.remove(&container.id)));
+                container.set_failed();
                 Err(error)
             }
         }
@@ -152,9 +152,16 @@ impl Sandbox {
                 Ok(())
             },
             async {
-                let vmm = guest.await.map_err(|error| failed(error.into()))??;
-                let agent = self.wake(&vmm, view.hostname).await?;
-                Ok((vmm, agent))
+                let awake = async {
+                    let vmm = guest.await.map_err(|error| failed(error.into()))??;
+                    let agent = self.wake(&vmm, view.hostname).await?;
+                    Ok((vmm, agent))
+                };
+                // A template may have to be built first, which takes longer than clients wait.
+                tokio::select! {
+                    awake = awake => awake,
+                    error = container.abandoned() => Err(error),
+                }
             },
         );
         let (bound, (), (vmm, agent)) = match parts {

@@ -20,7 +20,7 @@ use tracing::{debug, warn};
 use super::Sandbox;
 use crate::container::Container;
 use crate::error::TaskError;
-use crate::facts::Exit;
+use crate::facts::{Exit, KILLED};
 use crate::process::{Life, Process, timestamp};
 use crate::vmm::Vmm;
 
@@ -136,8 +136,8 @@ impl Sandbox {
         let kill = request.signal == Signal::KILL.as_raw() as u32;
         let Some(agent) = container.agent.get() else {
             // It is being created: only an end to that makes sense.
-            if kill && let Some(vmm) = self.vmm.get() {
-                vmm.kill();
+            if kill {
+                self.abandon(&container);
                 return Ok(());
             }
             return container.agent().map(drop);
@@ -184,8 +184,23 @@ impl Sandbox {
         })
     }
 
+    /// Have a creation that is under way end.
+    fn abandon(&self, container: &Container) {
+        container.abandon();
+        if let Some(vmm) = self.vmm.get() {
+            vmm.kill();
+        }
+    }
+
     async fn delete_container(&self, container: &Arc<Container>) -> Result<Exit, TaskError> {
-        container.agent()?;
+        if container.agent.get().is_none() {
+            // containerd asks for this when its client has gone away during the creation, and then
+            // never again: whatever came of it would be nobody's.
+            self.abandon(container);
+            if !container.is_created().await {
+                return Ok(Exit::now(KILLED));
+            }
+        }
         let init = &container.init;
         let exit = match init.life() {
             Life::Stopped(exit) => exit,

@@ -566,3 +566,26 @@ fn test_state_is_answered_while_a_creation_hangs() {
         scene.sandbox.tear_down().await;
     });
 }
+
+#[test]
+fn test_a_creation_that_hangs_is_given_up_when_it_is_deleted() {
+    scene(|scene| async move {
+        // A guest whose template is being built.
+        let guest = tokio::spawn(std::future::pending());
+        {
+            let mut prepared = scene.sandbox.lock_prepared();
+            prepared.as_mut().unwrap().parts.as_mut().unwrap().guest = guest;
+        }
+        let creating = tokio::spawn(scene.sandbox.clone().create(scene.create_request("web")));
+        while scene.state("").is_err() {
+            tokio::task::yield_now().await;
+        }
+        // Of two clients that delete it both are told.
+        let (one, two) = tokio::join!(scene.delete(""), scene.delete(""));
+        assert_eq!((one.unwrap(), two.unwrap()), (137, 137));
+        let error = creating.await.unwrap().unwrap_err().to_string();
+        assert!(error.contains("was deleted while"), "{error}");
+        assert!(scene.events().await.is_empty());
+        scene.assert_nothing_left(u32::MAX).await;
+    });
+}
