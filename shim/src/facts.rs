@@ -131,7 +131,14 @@ impl FactsFile {
             directory,
             facts: Mutex::new(facts),
         };
-        file.update(|_| {})?;
+        if let Err(error) = file.update(|_| {}) {
+            // containerd asks for no deletion of what was not started.
+            let _ = remove_directory(&file.directory);
+            return Err(io::Error::new(
+                error.kind(),
+                format!("writing in {}: {error}", file.directory.display()),
+            ));
+        }
         Ok(file)
     }
 
@@ -328,6 +335,18 @@ mod tests {
         }
         let good = sandbox_directory(Path::new("/r"), "k8s.io", "0a_b-C.d").unwrap();
         assert_eq!(good, Path::new("/r/k8s.io/0a_b-C.d"));
+    }
+
+    #[test]
+    fn test_where_nothing_can_be_written_nothing_is_left() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("default/web");
+        fs::create_dir_all(&directory).unwrap();
+        std::os::unix::fs::symlink("/dev/full", directory.join(UNFINISHED)).unwrap();
+        let error = FactsFile::create(root.path(), facts()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::StorageFull);
+        assert!(error.to_string().contains("default/web"), "{error}");
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
     #[test]

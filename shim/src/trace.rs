@@ -89,8 +89,12 @@ impl Recorder {
         fs::create_dir_all(directory)?;
         // The process id keeps two writers apart; a reader skips what does not end in .json.
         let unfinished = directory.join(format!(".{name}.{}", std::process::id()));
-        fs::write(&unfinished, text)?;
-        fs::rename(&unfinished, directory.join(name))?;
+        let written = fs::write(&unfinished, text)
+            .and_then(|()| fs::rename(&unfinished, directory.join(name)));
+        if written.is_err() {
+            let _ = fs::remove_file(&unfinished);
+        }
+        written?;
         prune(directory, KEPT)
     }
 }
@@ -138,6 +142,16 @@ fn prune(directory: &Path, kept: usize) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn test_where_nothing_can_be_written_nothing_is_left() {
+        let directory = tempfile::tempdir().unwrap();
+        let unfinished = format!(".default-web.json.{}", std::process::id());
+        std::os::unix::fs::symlink("/dev/full", directory.path().join(unfinished)).unwrap();
+        let recorder = Recorder::new("default", "web", 0);
+        recorder.write(directory.path()).unwrap_err();
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
 
     #[test]
     fn test_trace_is_read_as_it_was_written() {
