@@ -141,7 +141,7 @@ fn prepare(
     let words = |error: io::Error| error.to_string();
     let installation = Installation::find().map_err(|error| error.to_string())?;
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let shape = spec::shape(&spec.view, cpus).map_err(|error| error.to_string())?;
+    let shape = spec::shape(&spec.view, cpus, host_memory()).map_err(|error| error.to_string())?;
     mounts::enter_own_namespace().map_err(words)?;
     mounts::make_export(&facts.export()).map_err(words)?;
     trace.mark("file tree made");
@@ -169,6 +169,14 @@ fn prepare(
         anchor,
         plan,
     })
+}
+
+/// Bytes of memory that the host has.
+fn host_memory() -> u64 {
+    let information = rustix::system::sysinfo();
+    information
+        .totalram
+        .saturating_mul(u64::from(information.mem_unit))
 }
 
 /// Serve until the sandbox is finished and its last answers are out.

@@ -23,7 +23,7 @@ pub(super) fn build(
     output: &mut dyn Write,
 ) -> Result<bool> {
     let host = std::thread::available_parallelism().map_or(1, usize::from);
-    let unlimited = spec::shape(&spec::Spec::default(), host)?;
+    let unlimited = spec::shape(&spec::Spec::default(), host, u64::MAX)?;
     let vcpus = vcpus.unwrap_or(unlimited.vcpus());
     let shape = Shape::new(vcpus, memory_mib.unwrap_or(unlimited.memory_mib()))?;
     let installation = Installation::find()?;

@@ -25,13 +25,16 @@ const DEFAULT_PERIOD: u64 = 100_000;
 #[error("config.json: linux.resources: {0}")]
 pub struct UnfitShape(#[from] InvalidShape);
 
-/// The shape for a container with this spec on a host of `host_cpus` CPUs: the smallest power of two
-/// of memory that holds limit and overhead, and a vCPU for each begun CPU of the quota.
-pub fn shape(spec: &Spec, host_cpus: usize) -> Result<Shape, UnfitShape> {
+/// The shape for a container with this spec on a host of `host_cpus` CPUs and `host_memory` bytes:
+/// the smallest power of two of memory that holds limit and overhead, and a vCPU for each begun CPU
+/// of the quota, neither for more than the host has. A kernel of 64 GiB takes 1 GiB to boot, and no
+/// limit above the host's memory is ever met.
+pub fn shape(spec: &Spec, host_cpus: usize, host_memory: u64) -> Result<Shape, UnfitShape> {
     let resources = &spec.linux.resources;
     let memory_mib = match resources.memory.limit.map(u64::try_from) {
         Some(Ok(limit)) if limit > 0 => {
             let mib = limit
+                .min(host_memory)
                 .saturating_add(OVERHEAD)
                 .div_ceil(1 << 20)
                 .max(SMALLEST_MIB);
@@ -68,7 +71,7 @@ mod tests {
     }
 
     fn text(spec: &Spec, cpus: usize) -> String {
-        shape(spec, cpus).unwrap().to_string()
+        shape(spec, cpus, 1 << 34).unwrap().to_string()
     }
 
     #[test]
@@ -95,6 +98,17 @@ mod tests {
     }
 
     #[test]
+    fn test_no_more_memory_than_the_host_has() {
+        let on_host = |host_memory| {
+            let spec = limits(Some(64 << 30), None, None);
+            shape(&spec, 2, host_memory).unwrap().to_string()
+        };
+        assert_eq!(on_host(6 << 30), "2x8192M");
+        assert_eq!(on_host(63 << 30), "2x65536M");
+        assert_eq!(on_host(1 << 40), "2x131072M");
+    }
+
+    #[test]
     fn test_a_vcpu_for_each_begun_cpu_up_to_the_host_s() {
         let cpu = |quota, period| text(&limits(None, Some(quota), period), 8);
         assert_eq!(cpu(100_000, Some(100_000)), "1x2048M");
@@ -110,7 +124,7 @@ mod tests {
 
     #[test]
     fn test_a_limit_above_every_class_is_refused_with_the_field() {
-        let error = shape(&limits(Some(i64::MAX), None, None), 2)
+        let error = shape(&limits(Some(i64::MAX), None, None), 2, u64::MAX)
             .unwrap_err()
             .to_string();
         assert!(error.contains("linux.resources"), "{error}");
