@@ -11,10 +11,10 @@ use containerd_shim_protos::api::{
 };
 use protobuf::Message;
 use protobuf::well_known_types::empty::Empty;
-use thaw_agent_api::agent::ConfigureRequest;
+use thaw_agent_api::agent::{ConfigureRequest, Event, EventsRequest};
 use thaw_agent_api::agent_ttrpc::SandboxClient;
 use tokio::net::UnixStream;
-use ttrpc::asynchronous::{Client, transport::Socket};
+use ttrpc::asynchronous::{Client, ClientStreamReceiver, transport::Socket};
 
 /// The name under which the agent serves containerd's Task service.
 const TASK_SERVICE: &str = "containerd.task.v2.Task";
@@ -31,6 +31,9 @@ const KILL_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long any other call may take.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
+
+/// What the agent says unasked.
+pub type Events = ClientStreamReceiver<Event>;
 
 /// A connection to the agent. Clones share it.
 #[derive(Clone)]
@@ -61,6 +64,14 @@ impl Agent {
             .configure(context, request)
             .await
             .map(drop)
+    }
+
+    /// Listen to what the agent says unasked from now on.
+    pub async fn events(&self) -> ttrpc::Result<Events> {
+        let context = ttrpc::context::Context::default();
+        SandboxClient::new(self.client.clone())
+            .events(context, &EventsRequest::new())
+            .await
     }
 
     /// Create a container.

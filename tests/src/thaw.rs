@@ -38,6 +38,28 @@ pub fn template() -> PathBuf {
     templates.into_iter().next().unwrap_or_default()
 }
 
+/// Removes at its end the templates that were not there at its beginning: other tests want one only,
+/// that of the shape without limits.
+#[derive(Debug)]
+pub struct OtherShapes(Vec<PathBuf>);
+
+impl OtherShapes {
+    /// From now on.
+    pub fn allow() -> Self {
+        Self(templates())
+    }
+}
+
+impl Drop for OtherShapes {
+    fn drop(&mut self) {
+        for template in templates() {
+            if !self.0.contains(&template) {
+                let _ = fs::remove_dir_all(template);
+            }
+        }
+    }
+}
+
 /// Runs the `thaw` command of the installed tree.
 #[track_caller]
 pub fn thaw(words: &[&str]) -> Finished {

@@ -9,6 +9,7 @@ use protobuf::well_known_types::any::Any;
 use thaw_agent_api::{SPEC_TYPE_URL, STREAM_PORT};
 use thaw_vmm_control::Request;
 use tokio::task::JoinHandle;
+use tracing::warn;
 
 use super::{Parts, Sandbox};
 use crate::agent::Agent;
@@ -38,8 +39,17 @@ impl Sandbox {
         match self.make(&container, making).await {
             Ok(agent) => {
                 self.trace.mark("container created");
+                // Asked for before the program can run.
+                let events = agent.events().await;
                 container.set_created(agent);
                 self.publish_create(&container, &request);
+                match events {
+                    Ok(events) => {
+                        let telling = self.clone().tell_memory_kills(container.clone(), events);
+                        tokio::spawn(telling);
+                    }
+                    Err(error) => warn!(%error, "the guest will not tell of kills for memory"),
+                }
                 tokio::spawn(self.clone().watch(container.clone()));
                 Ok(container.pid())
             }

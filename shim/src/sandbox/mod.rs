@@ -2,7 +2,7 @@
 //!
 //! A sandbox is there, and its VM is being restored, before containerd asks for a container
 //! ([`guest`]). [`create`] puts a container into it, [`exec`] runs more processes in that,
-//! [`exit`] watches for ends, and [`requests`] answers the rest.
+//! [`exit`] watches for ends, [`memory`] for kills for want of memory, and [`requests`] answers the rest.
 //!
 //! What the task service is asked is answered from memory. Locks are held for the moment in which a
 //! field is read or changed and never over an await, but for [`Process::starting`], which only
@@ -14,6 +14,7 @@ mod create;
 mod exec;
 mod exit;
 mod guest;
+mod memory;
 mod requests;
 
 use std::os::fd::OwnedFd;

@@ -17,8 +17,8 @@ use containerd_shim_protos::shim::events::ForwardRequest;
 use containerd_shim_protos::shim_async::{Events, Task, create_events, create_task};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use thaw_agent_api::agent::{
-    ConfigureRequest, ConfigureResponse, EventsRequest, InfoRequest, InfoResponse, QuiesceRequest,
-    QuiesceResponse,
+    ConfigureRequest, ConfigureResponse, Event, EventsRequest, InfoRequest, InfoResponse,
+    OutOfMemory, QuiesceRequest, QuiesceResponse,
 };
 use thaw_agent_api::agent_ttrpc::{self, create_sandbox};
 use thaw_agent_api::{CONTROL_PORT, StreamHeader, parse_stream_uri};
@@ -101,6 +101,8 @@ pub struct Agent {
     pub ends_at_once: Mutex<bool>,
     /// Kill is answered and not done.
     pub spares: Mutex<bool>,
+    /// Containers in which the kernel kills for memory, told to whoever listens.
+    pub memory_kills: watch::Sender<Vec<&'static str>>,
     processes: Mutex<HashMap<String, Arc<PlayedProcess>>>,
     streams: Mutex<HashMap<u64, StdUnixStream>>,
     arrived: watch::Sender<usize>,
@@ -250,8 +252,20 @@ impl agent_ttrpc::Sandbox for Service {
         &self,
         _: &TtrpcContext,
         _: EventsRequest,
-        _: ttrpc::r#async::ServerStreamSender<thaw_agent_api::agent::Event>,
+        stream: ttrpc::r#async::ServerStreamSender<Event>,
     ) -> ttrpc::Result<()> {
+        let mut kills = self.0.memory_kills.subscribe();
+        while kills.changed().await.is_ok() {
+            let ids = kills.borrow_and_update().clone();
+            for id in ids {
+                let mut event = Event::new();
+                event.set_out_of_memory(OutOfMemory {
+                    container_id: id.into(),
+                    ..OutOfMemory::default()
+                });
+                stream.send(&event).await?;
+            }
+        }
         Ok(())
     }
 }

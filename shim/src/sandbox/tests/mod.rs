@@ -445,6 +445,34 @@ fn test_whoever_kills_the_anchor_kills_the_container() {
     });
 }
 
+/// Told before the exit that follows, of the right container, and not as often as the guest says so.
+#[test]
+fn test_kills_for_memory_are_told_before_the_exit() {
+    scene(|scene| async move {
+        let pid = scene.create().await;
+        scene.start("").await.unwrap();
+        let _readers = (scene.reader("stdout"), scene.reader("stderr"));
+        // Once somebody listens.
+        while scene.agent.memory_kills.receiver_count() == 0 {
+            tokio::task::yield_now().await;
+        }
+        scene
+            .agent
+            .memory_kills
+            .send_replace(vec!["other", "web", "web", "web"]);
+        scene.agent.end("", "", 137).await;
+        assert_eq!(scene.wait("").await, 137);
+        let events = scene.events().await;
+        assert_eq!(
+            events,
+            ["create", "start", "oom", "exit web 137"],
+            "{events:?}"
+        );
+        scene.delete("").await.unwrap();
+        scene.assert_nothing_left(pid).await;
+    });
+}
+
 #[test]
 fn test_a_guest_that_only_says_that_it_kills_is_killed() {
     scene(|scene| async move {
