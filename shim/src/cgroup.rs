@@ -72,7 +72,8 @@ pub fn remove(path: &Path) -> io::Result<()> {
         ));
     }
     match fs::remove_dir(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
+        // A file is no cgroup of ours either, whatever the spec has called it.
+        Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
             return Err(with_path("removing cgroup", path, &error));
         }
         _ => {}
@@ -164,6 +165,14 @@ mod tests {
         );
         assert_eq!(path(":x:y").as_deref(), Some("system.slice/x-y.scope"));
         assert_eq!(path("-.slice:x:y").as_deref(), Some("x-y.scope"));
+    }
+
+    #[test]
+    fn test_what_is_no_cgroup_is_removed_without_an_error() {
+        for name in ["cgroup.procs", "cgroup.procs/x", "thaw-test-none/x"] {
+            remove(&Path::new(MOUNT_POINT).join(name)).unwrap();
+        }
+        assert!(remove(Path::new("/tmp")).is_err());
     }
 
     #[test]
