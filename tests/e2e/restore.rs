@@ -98,9 +98,11 @@ on_each_containerd! {
         let container = bed.sleeper();
         let vmm = thaw::processes(&container.id).vmm;
         let template = thaw::template();
-        let key = template.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        // By its inode: the VMM has it from a mount of its own.
+        let inode = fs::metadata(template.join("memory")).expect("a template has it").ino();
         let maps = fs::read_to_string(format!("/proc/{vmm}/maps")).expect("the VMM runs");
-        assert!(maps.lines().any(|line| line.ends_with(&format!("{key}/memory"))), "{maps}");
+        let of_it = |line: &str| line.ends_with("/memory") && line.contains(&format!(" {inode} "));
+        assert!(maps.lines().any(of_it), "{inode}: {maps}");
         let io = fs::read_to_string(format!("/proc/{vmm}/io")).expect("the VMM runs");
         let read = io.lines().find_map(|line| line.strip_prefix("rchar: ")).and_then(|bytes| bytes.parse::<u64>().ok());
         let allocated = fs::metadata(template.join("memory")).expect("a template has it").blocks() * 512;
@@ -108,6 +110,7 @@ on_each_containerd! {
         // What its file server has read of the container's files counts too: a megabyte or two.
         assert!(read.is_some_and(|read| read < allocated / 4), "{allocated} are allocated, {io}");
     }
+
     /// The template knows what a start touches, and a start has that ready before its guest runs.
     fn working_set_is_ready(bed: &Testbed) {
         let run = bed.run().command(["true"]);
