@@ -122,10 +122,12 @@ impl FactsFile {
     /// earlier sandbox of that name left must have been removed.
     pub fn create(root: &Path, mut facts: Facts) -> io::Result<Self> {
         let directory = sandbox_directory(root, &facts.namespace, &facts.sandbox)?;
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&directory)?;
+        make_directory(&directory).map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("making {}: {error}", directory.display()),
+            )
+        })?;
         facts.format = FORMAT;
         let file = Self {
             directory,
@@ -191,6 +193,33 @@ impl FactsFile {
         self.directory.join(CONSOLE)
     }
 }
+
+/// Make a sandbox's directory and its namespace's. The latter goes with the last sandbox in it, which
+/// may be just before the new one is there.
+fn make_directory(directory: &Path) -> io::Result<()> {
+    let mut builder = DirBuilder::new();
+    builder.mode(0o700);
+    for _ in 0..MOST_ATTEMPTS {
+        match builder.create(directory) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && directory.is_dir() => {
+                return Ok(());
+            }
+            other => return other,
+        }
+        // Whatever is wrong with it, the next attempt finds out.
+        if let Some(namespace) = directory.parent() {
+            let _ = DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(namespace);
+        }
+    }
+    builder.create(directory)
+}
+
+/// How often another sandbox's end may come in between.
+const MOST_ATTEMPTS: usize = 1000;
 
 const FILE: &str = "facts.json";
 const UNFINISHED: &str = "facts.json.new";
@@ -271,6 +300,28 @@ mod tests {
             }),
             ..Facts::default()
         }
+    }
+
+    #[test]
+    fn test_sandboxes_of_one_namespace_come_and_go_at_once() {
+        let root = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for sandbox in ["one", "two", "three"] {
+                let root = root.path();
+                scope.spawn(move || {
+                    for _ in 0..2000 {
+                        let facts = Facts {
+                            namespace: "default".into(),
+                            sandbox: sandbox.into(),
+                            ..Facts::default()
+                        };
+                        let file = FactsFile::create(root, facts).unwrap();
+                        remove_directory(file.directory()).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
     }
 
     #[test]

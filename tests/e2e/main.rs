@@ -1,6 +1,6 @@
 //! End-to-end tests: containers through real containerd, of two versions.
 //!
-//! `run`, `exec`, `stdio` and `files` hold for every runtime, and `make e2e-runc` shows that they do
+//! `run`, `exec`, `stdio`, `files` and most of `tasks` hold for every runtime, and `make e2e-runc` shows that they do
 //! with runc; the others are about what only thaw does.
 
 mod cleanup;
