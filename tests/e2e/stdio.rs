@@ -94,18 +94,24 @@ on_each_containerd! {
     fn logger(bed: &Testbed) {
         let directory = bed.directory();
         let [program, log] = ["logger", "log"].map(|name| directory.path().join(name));
-        let script = "#!/bin/sh\nexec 5>&-\necho \"$CONTAINER_NAMESPACE/$CONTAINER_ID $1=$2\" > \"$2\"\n\
-                      cat <&4 >> \"$2\"\ncat <&3 >> \"$2\"\n";
+        // Both at once: an end of one says nothing of the other's.
+        let script = "#!/bin/sh\nexec 5>&-\necho \"$CONTAINER_NAMESPACE/$CONTAINER_ID $1=$2\" > \"$2.name\"\n\
+                      cat <&4 > \"$2.err\" &\ncat <&3 > \"$2.out\"\nwait\n";
         std::fs::write(&program, script).expect("the tests' directory can be written");
         std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).expect("it is ours");
         let uri = format!("binary://{}?log={}", program.display(), log.display());
-        let run = bed.run().options(["--log-uri", &uri]).shell("echo error >&2; exec 2>&-; seq 1 100000; exit 4");
+        let run = bed.run().options(["--log-uri", &uri]).shell("echo error >&2; seq 1 100000; exit 4");
         let container = run.detach();
         let id = container.id.clone();
         assert_eq!(container.ended(), 4);
-        let first = format!("{NAMESPACE}/{id} log={}\nerror\n", log.display());
-        let expected = [first.as_bytes(), &numbers(100_000)].concat();
-        let written = std::fs::read(&log).expect("the logger has written it");
-        assert!(written == expected, "{} bytes of {}", written.len(), expected.len());
+        let written = |suffix: &str| {
+            let path = log.with_extension(suffix);
+            std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+        };
+        let name = format!("{NAMESPACE}/{id} log={}\n", log.display());
+        assert_eq!(String::from_utf8_lossy(&written("name")), name);
+        assert_eq!(written("err"), b"error\n");
+        let (out, expected) = (written("out"), numbers(100_000));
+        assert!(out == expected, "{} bytes of {}", out.len(), expected.len());
     }
 }
