@@ -20,7 +20,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use report::Report;
-use thaw_tests::{Environment, NAMESPACE, Testbed, Version, on_containerd, thaw};
+use thaw_tests::{Environment, NAMESPACE, Testbed, Version, on_containerd};
 
 /// What was asked for.
 #[derive(Debug)]
@@ -95,17 +95,12 @@ fn measure(bed: &Testbed, arguments: &Arguments) -> Result<Report> {
         host: host(),
         ..Report::default()
     };
-    let before = thaw::templates();
     for clock in &arguments.clocks {
         eprintln!("measuring {clock}");
         match clock.as_str() {
             "restore" => {
                 let prefix = &Environment::get().prefix;
-                let template = restore::template()?;
-                let restored = restore::restore(prefix, &template, arguments.samples);
-                // The other clocks use the one of the shape without limits.
-                restore::remove(&template, &before)?;
-                report.restore = Some(restored?);
+                report.restore = Some(restore::restore(prefix, arguments.samples)?);
             }
             "start" => {
                 let (start, phases) = clocks::start(bed, arguments.samples)?;

@@ -1,18 +1,17 @@
 //! The restore clock: `thaw-vmm` alone, from its execution to the agent's first answer.
 
-use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use nix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use thaw_agent_api::CONTROL_PORT;
 use thaw_agent_api::agent::InfoRequest;
 use thaw_agent_api::agent_ttrpc::SandboxClient;
 use thaw_shim::template::{Manifest, TemplateStore};
+use thaw_shim::trace::monotonic_ns;
 use thaw_tests::thaw;
 use thaw_vmm_control::{Launch, ReadOnlyView, Reply, Request, WorkingSet};
 
@@ -43,31 +42,29 @@ pub struct Restore {
 /// The shape that is measured, whatever the host has: vCPUs, and memory in MiB.
 const SHAPE: [&str; 2] = ["2", "2048"];
 
-/// Has a template of the measured shape made, or finds it.
-pub fn template() -> Result<PathBuf> {
+/// Has a template of the measured shape made, or finds it: its directory and its manifest.
+fn template() -> Result<(PathBuf, Manifest)> {
     let [vcpus, memory] = SHAPE;
     thaw::thaw(&["template", "build", "--vcpus", vcpus, "--memory", memory]).succeeded();
     let wanted = format!("{vcpus}x{memory}M");
-    let mut templates = thaw::templates().into_iter();
-    let template = templates.find(|template| {
-        manifest(template).is_ok_and(|manifest| manifest.shape().to_string() == wanted)
+    let store = TemplateStore::new(Path::new(thaw::TEMPLATES));
+    let mut stored = store.list()?.into_iter();
+    let template = stored.find_map(|template| {
+        let manifest = template.manifest.ok()?;
+        let meant = manifest.shape().to_string() == wanted;
+        meant.then(|| (store.directory().join(template.key.to_string()), manifest))
     });
     template.with_context(|| format!("no template of {wanted}"))
 }
 
-/// Removes `template`, unless it was there `before`.
-pub fn remove(template: &Path, before: &[PathBuf]) -> Result<()> {
-    if !before.iter().any(|one| one == template) {
-        fs::remove_dir_all(template).context("removing a template")?;
-    }
-    Ok(())
-}
-
-/// Restores a guest from `template` with the VMM of the installed tree, and ends it, `samples` times.
-pub fn restore(prefix: &Path, template: &Path, samples: usize) -> Result<Restore> {
+/// Restores a guest of the measured shape with the VMM of the installed tree, and ends it, `samples`
+/// times.
+pub fn restore(prefix: &Path, samples: usize) -> Result<Restore> {
     let program = prefix.join("libexec/thaw/thaw-vmm");
-    let view = ReadOnlyView::new(template).context("mounting the template")?;
-    let manifest = manifest(template)?;
+    // The other clocks use the template of the shape without limits.
+    let _shapes = thaw::OtherShapes::allow();
+    let (template, manifest) = template()?;
+    let view = ReadOnlyView::new(&template).context("mounting the template")?;
     let working_set = manifest.working_set();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -83,18 +80,6 @@ pub fn restore(prefix: &Path, template: &Path, samples: usize) -> Result<Restore
     Ok(measured)
 }
 
-/// The manifest of `template`, as the shim reads it.
-fn manifest(template: &Path) -> Result<Manifest> {
-    let directory = template.parent().context("a template without a store")?;
-    let name = template.file_name().unwrap_or_default().to_string_lossy();
-    let stored = TemplateStore::new(directory).list()?;
-    let template = stored
-        .into_iter()
-        .find(|template| template.key.to_string() == name)
-        .with_context(|| format!("{name} is no template's key"))?;
-    template.manifest.map_err(anyhow::Error::msg)
-}
-
 fn once(
     program: &Path,
     template: &ReadOnlyView,
@@ -106,7 +91,7 @@ fn once(
     let root = tempfile::tempdir()?;
     let log = std::io::stderr();
     let begun = Instant::now();
-    let begun_ns = monotonic_ns()?;
+    let begun_ns = monotonic_ns();
     let launch = Launch {
         program,
         root: root.path(),
@@ -141,17 +126,11 @@ fn once(
         let run = Duration::from_nanos(run.saturating_sub(begun_ns));
         measured.vcpus_run.push(run);
         measured.dirtied_bytes = measured.dirtied_bytes.max(statistics.guest_dirty_bytes);
-        let exits = statistics.kvm.iter().find(|(name, _)| name == "exits");
-        measured.exits = measured.exits.max(exits.map(|(_, count)| *count));
+        measured.exits = measured.exits.max(statistics.exits());
     }
     vmm.kill()?;
     vmm.wait()?;
     Ok(())
-}
-
-fn monotonic_ns() -> Result<u64> {
-    let now = Duration::from(clock_gettime(ClockId::CLOCK_MONOTONIC)?);
-    Ok(now.as_nanos().try_into()?)
 }
 
 async fn first_answer(socket: UnixStream) -> Result<()> {

@@ -222,11 +222,7 @@ impl Streams {
     /// Wait until the logger, if the output goes to one, has done with it. Only after a drain, which
     /// ends the logger's input; whatever is not delivered then is lost.
     pub async fn finish_logger(&self) {
-        let logger = self
-            .logger
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let logger = self.lock_logger().take();
         if let Some(logger) = logger {
             self.end_outputs();
             logger.finish().await;

@@ -15,9 +15,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use thaw_agent_api::agent::QuiesceRequest;
 use thaw_agent_api::agent_ttrpc::SandboxClient;
 use thaw_agent_api::{CONTROL_PORT, READY_LINE};
-use thaw_vmm_control::{
-    ChannelError, Event, Launch, Launched, Reply, Request, Shape, Statistics, WorkingSet,
-};
+use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Reply, Request, Shape, WorkingSet};
 use ttrpc::context::Context;
 
 use super::build::{BuildError, Builder};
@@ -246,7 +244,7 @@ impl Guest {
         for _ in 0..STILL_ATTEMPTS {
             let reply = self.launched.owner.request(&Request::Statistics, &[]);
             let exits = match reply.map_err(|error| self.channel_failed(QUIESCE, error))? {
-                Reply::Statistics(statistics) => exits(&statistics),
+                Reply::Statistics(statistics) => statistics.exits(),
                 _ => None,
             };
             // Where KVM does not count, one pause has to do.
@@ -319,14 +317,6 @@ impl Guest {
         let excess = self.console.len().saturating_sub(CONSOLE_TAIL);
         self.console.drain(..excess);
     }
-}
-
-/// How often the guest has left its vCPUs, where KVM counts that.
-fn exits(statistics: &Statistics) -> Option<u64> {
-    let mut counters = statistics.kvm.iter();
-    counters
-        .find(|(name, _)| name == "exits")
-        .map(|(_, count)| *count)
 }
 
 /// Kill and reap a VMM.

@@ -123,3 +123,12 @@ pub struct Statistics {
     /// like data; zero where it could not be read.
     pub guest_dirty_bytes: u64,
 }
+
+impl Statistics {
+    /// How often the guest has left its vCPUs, where KVM counts that.
+    pub fn exits(&self) -> Option<u64> {
+        let mut counters = self.kvm.iter();
+        let exits = counters.find(|(name, _)| name == "exits");
+        exits.map(|(_, count)| *count)
+    }
+}

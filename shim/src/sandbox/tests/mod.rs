@@ -237,6 +237,21 @@ impl Scene {
         self.containerd.events()
     }
 
+    /// Begin a creation that does not come to an end: its guest is never restored, as while a template
+    /// is being built.
+    async fn create_without_guest(&self) -> JoinHandle<Result<u32, TaskError>> {
+        let guest = tokio::spawn(std::future::pending());
+        {
+            let mut prepared = self.sandbox.lock_prepared();
+            prepared.as_mut().unwrap().parts.as_mut().unwrap().guest = guest;
+        }
+        let creating = tokio::spawn(self.sandbox.clone().create(self.create_request("web")));
+        while self.state("").is_err() {
+            tokio::task::yield_now().await;
+        }
+        creating
+    }
+
     /// End the shim and see that nothing is left.
     async fn assert_nothing_left(&self, pid: u32) {
         assert!(self.sandbox.is_empty());
@@ -574,16 +589,7 @@ fn test_a_second_container_is_refused_with_the_reason() {
 #[test]
 fn test_state_is_answered_while_a_creation_hangs() {
     scene(|scene| async move {
-        // A guest that is never restored.
-        let guest = tokio::spawn(std::future::pending());
-        {
-            let mut prepared = scene.sandbox.lock_prepared();
-            prepared.as_mut().unwrap().parts.as_mut().unwrap().guest = guest;
-        }
-        let creating = tokio::spawn(scene.sandbox.clone().create(scene.create_request("web")));
-        while scene.state("").is_err() {
-            tokio::task::yield_now().await;
-        }
+        let creating = scene.create_without_guest().await;
         assert_eq!(scene.state("").unwrap(), Status::CREATED);
         assert_eq!(scene.sandbox.pids("web").unwrap().len(), 1);
         assert!(matches!(
@@ -598,16 +604,7 @@ fn test_state_is_answered_while_a_creation_hangs() {
 #[test]
 fn test_a_creation_that_hangs_is_given_up_when_it_is_deleted() {
     scene(|scene| async move {
-        // A guest whose template is being built.
-        let guest = tokio::spawn(std::future::pending());
-        {
-            let mut prepared = scene.sandbox.lock_prepared();
-            prepared.as_mut().unwrap().parts.as_mut().unwrap().guest = guest;
-        }
-        let creating = tokio::spawn(scene.sandbox.clone().create(scene.create_request("web")));
-        while scene.state("").is_err() {
-            tokio::task::yield_now().await;
-        }
+        let creating = scene.create_without_guest().await;
         // Of two clients that delete it both are told.
         let (one, two) = tokio::join!(scene.delete(""), scene.delete(""));
         assert_eq!((one.unwrap(), two.unwrap()), (137, 137));

@@ -10,7 +10,7 @@ use std::thread;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use thaw_agent_api::agent::{InfoRequest, InfoResponse, QuiesceResponse};
 use thaw_agent_api::agent_ttrpc::{Sandbox, create_sandbox};
-use thaw_vmm_control::{Channel, FromVmm, GuestExit, Owner, Reply, TouchedPages};
+use thaw_vmm_control::{Channel, FromVmm, GuestExit, Owner, Statistics, TouchedPages};
 
 use super::super::key::tests::inputs;
 use super::*;
