@@ -1,9 +1,10 @@
-//! End-to-end tests: containers through real containerd, of two versions.
+//! End-to-end tests: containers through real containerd, of three versions.
 //!
 //! `run`, `exec`, `stdio`, `files` and most of `tasks` hold for every runtime, and `make e2e-runc` shows that they do
 //! with runc; the others are about what only thaw does.
 
 mod cleanup;
+mod containerd_client;
 mod exec;
 mod files;
 mod identity;

@@ -8,6 +8,8 @@ use std::sync::OnceLock;
 pub enum Version {
     /// 1.6, as in Debian 12: bootstrap protocol 2, task API v2.
     V1_6,
+    /// 1.7, as in Debian 13: bootstrap protocol 2, task API v2 or v3.
+    V1_7,
     /// 2.1: bootstrap protocol 3, task API v3.
     V2_1,
 }
@@ -17,6 +19,7 @@ impl Version {
     pub fn name(self) -> &'static str {
         match self {
             Self::V1_6 => "1.6",
+            Self::V1_7 => "1.7",
             Self::V2_1 => "2.1",
         }
     }

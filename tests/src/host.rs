@@ -10,7 +10,7 @@ use crate::environment::Environment;
 use crate::thaw::TEMPLATES;
 
 /// How long a runtime has to clean up after a container is gone for its client.
-const GRACE: Duration = Duration::from_secs(10);
+const GRACE: Duration = Duration::from_secs(30);
 
 /// Lines, one for each thing that may be left over.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,7 +33,7 @@ impl Host {
         Self(found)
     }
 
-    /// What has come since `before` and does not go within ten seconds.
+    /// What has come since `before` and does not go within half a minute.
     pub fn left_since(before: &Self, bundles: &Path) -> Vec<String> {
         let begun = Instant::now();
         loop {

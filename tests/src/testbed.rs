@@ -47,6 +47,12 @@ macro_rules! on_each_containerd {
 
                 #[test]
                 $(#[ignore = $reason])?
+                fn containerd_1_7() {
+                    $crate::on_containerd($crate::Version::V1_7, stringify!($name), test);
+                }
+
+                #[test]
+                $(#[ignore = $reason])?
                 fn containerd_2_1() {
                     $crate::on_containerd($crate::Version::V2_1, stringify!($name), test);
                 }

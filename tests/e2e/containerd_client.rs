@@ -1,0 +1,130 @@
+//! The tests that containerd has for its clients, on thaw: `make test-long`.
+//!
+//! They come as one program with a containerd 1.6 of its own (tests/containerd-client). Those about
+//! images, the content store, snapshots, leases and the daemon's settings never meet a runtime and are
+//! not run. Of the others all are, but for these:
+//!
+//! | not run | why |
+//! |---|---|
+//! | `TestCheckpoint*` | checkpoints are refused by name |
+//! | `TestContainerRuntimeOptionsv1`, `TestDaemonRuntimeRoot`, `TestShimInCgroup`, `TestDaemonCustomCgroup` | about the options of runc's shims and a cgroup of their kind |
+//! | `TestContainerKillInitPidHost` | a container in the host's pid namespace is refused by name |
+//! | `TestUserNamespaces` | needs an image of a registry |
+//! | `TestContainerHook` | hooks on the host are refused by name |
+//! | `TestShimDoesNotLeakPipes`, `TestShimOOMScore`, `TestContainerPids` | look at processes of runc and at its pids on the host |
+
+use std::collections::BTreeSet;
+use std::process::Command;
+use std::time::Duration;
+
+use thaw_tests::{Environment, Testbed, Version, finish_within, on_containerd};
+
+/// Those that meet a runtime.
+const TESTS: &[&str] = &[
+    "TestContainerList",
+    "TestNewContainer",
+    "TestContainerStart",
+    "TestContainerOutput",
+    "TestContainerExec",
+    "TestContainerLargeExecArgs",
+    "TestContainerCloseIO",
+    "TestDeleteRunningContainer",
+    "TestContainerKill",
+    "TestKillContainerDeletedByRunc",
+    "TestContainerNoBinaryExists",
+    "TestContainerExecNoBinaryExists",
+    "TestWaitStoppedTask",
+    "TestWaitStoppedProcess",
+    "TestTaskForceDelete",
+    "TestProcessForceDelete",
+    "TestContainerHostname",
+    "TestContainerExitedAtSet",
+    "TestDeleteContainerExecCreated",
+    "TestContainerMetrics",
+    "TestDeletedContainerMetrics",
+    "TestContainerExtensions",
+    "TestContainerUpdate",
+    "TestContainerInfo",
+    "TestContainerLabels",
+    "TestShimSockLength",
+    "TestContainerExecLargeOutputWithTTY",
+    "TestShortRunningTaskPid",
+    "TestRegressionIssue4769",
+    "TestRegressionIssue6429",
+    "TestDaemonRestart",
+    "TestContainerKillInitKillsChildWhenNotHostPid",
+    "TestTaskResize",
+    "TestContainerImage",
+    "TestContainerNoImage",
+    "TestContainerNoSTDIN",
+    "TestTaskSpec",
+    "TestContainerUsername",
+    "TestContainerPTY",
+    "TestRestartMonitor",
+    "TestTaskUpdate",
+    "TestDaemonReconnectsToShimIOPipesOnRestart",
+    "TestContainerAttach",
+    "TestContainerUser",
+    "TestContainerAttachProcess",
+    "TestContainerLoadUnexistingProcess",
+    "TestContainerUserID",
+    "TestContainerKillAll",
+    "TestDaemonRestartWithRunningShim",
+    "TestContainerRuntimeOptionsv2",
+    "TestUIDNoGID",
+    "TestBindLowPortNonRoot",
+    "TestBindLowPortNonOpt",
+];
+
+/// All of them pass. $THAW_CONTAINERD_CLIENT names the program; $THAW_CONTAINERD_CLIENT_RUN picks some,
+/// as a regular expression.
+#[test]
+#[ignore = "takes half an hour: make test-long"]
+fn containerd_client() {
+    on_containerd(Version::V1_6, "containerd-client", |_: &Testbed| {
+        let environment = Environment::get();
+        let program = std::env::var("THAW_CONTAINERD_CLIENT")
+            .expect("THAW_CONTAINERD_CLIENT names what tests/containerd-client/build prints");
+        let all = format!("^({})$", TESTS.join("|"));
+        let run = std::env::var("THAW_CONTAINERD_CLIENT_RUN").unwrap_or(all);
+        let programs = environment.containerd(Version::V1_6);
+        let path = std::env::var("PATH").unwrap_or_default();
+        let mut command = Command::new(program);
+        command
+            .args([
+                "-test.v",
+                "-test.timeout=90m",
+                "-test.run",
+                &run,
+                "-no-criu",
+            ])
+            .current_dir(&environment.directory)
+            .env("PATH", format!("{}:{path}", programs.display()))
+            .env("TEST_RUNTIME", &environment.runtime);
+        let finished = finish_within(&mut command, b"", Duration::from_secs(90 * 60));
+        let output = finished.stdout();
+        let named = |verdict: &str| -> BTreeSet<String> {
+            let begin = format!("--- {verdict}: ");
+            let names = output.lines().filter_map(|line| line.strip_prefix(&begin));
+            names
+                .filter_map(|rest| rest.split(' ').next())
+                .map(str::to_owned)
+                .collect()
+        };
+        let (passed, skipped) = (named("PASS"), named("SKIP"));
+        println!("passed {}: {passed:?}\nskipped: {skipped:?}", passed.len());
+        assert!(
+            finished.code == 0 && !passed.is_empty(),
+            "failed: {:?}\n{}",
+            named("FAIL"),
+            tail(&output)
+        );
+    });
+}
+
+/// The end of a long text.
+fn tail(text: &str) -> &str {
+    let start = text.len().saturating_sub(40_000);
+    let boundary = (start..text.len()).find(|&index| text.is_char_boundary(index));
+    &text[boundary.unwrap_or(text.len())..]
+}
