@@ -62,6 +62,20 @@ pub fn join(path: &Path, pid: u32) -> io::Result<()> {
         .map_err(|error| with_path("moving the VMM to cgroup", path, &error))
 }
 
+/// How many processes the kernel has killed for want of memory, by whichever limit, where those of the
+/// cgroup `path` are counted: in itself, or in the nearest one above that has the memory controller.
+pub fn memory_kills(path: &Path) -> u64 {
+    let mut counted = path
+        .ancestors()
+        .take_while(|path| path.starts_with(MOUNT_POINT))
+        .filter_map(|path| fs::read_to_string(path.join("memory.events")).ok());
+    let events = counted.next().unwrap_or_default();
+    let mut lines = events.lines();
+    lines
+        .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+        .unwrap_or(0)
+}
+
 /// Remove the cgroup `path`, and those above it that thaw made and that are empty. Its processes must
 /// have ended.
 pub fn remove(path: &Path) -> io::Result<()> {

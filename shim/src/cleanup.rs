@@ -43,7 +43,7 @@ pub fn delete(directory: &Path, id: &str, bundle: &Path) -> io::Result<Deleted> 
     let container = facts
         .as_ref()
         .ok()
-        .and_then(|facts| facts.as_ref()?.containers.get(id).cloned());
+        .and_then(|facts| facts.as_ref()?.container(id).cloned());
     let deleted = Deleted {
         pid: container
             .as_ref()
@@ -246,6 +246,25 @@ mod tests {
             delete(file.directory(), "web", Path::new("/b")).unwrap(),
             Deleted { pid: 0, exit }
         );
+    }
+
+    #[test]
+    fn test_delete_tells_the_status_of_what_was_just_deleted() {
+        let root = tempfile::tempdir().unwrap();
+        let mut facts = facts(root.path(), "web");
+        let exit = Exit {
+            status: 7,
+            at_ns: 11,
+        };
+        facts
+            .containers
+            .insert("web".into(), container(None, Some(exit)));
+        facts.forget("web");
+        assert!(facts.containers.is_empty());
+        let file = FactsFile::create(root.path(), facts).unwrap();
+        let deleted = delete(file.directory(), "web", Path::new("/b")).unwrap();
+        assert_eq!(deleted, Deleted { pid: 0, exit });
+        assert!(!file.directory().exists());
     }
 
     #[test]

@@ -15,6 +15,12 @@ const KEPT: usize = 64 << 10;
 /// Size at which the file is begun anew with what is in memory.
 const FILE_LIMIT: usize = 2 * KEPT;
 
+/// What the kernel's panic begins with (kernel/panic.c), the lines that follow it at most, and what is
+/// kept of its reason.
+const PANIC: &str = "Kernel panic - not syncing: ";
+const PANIC_LINES: usize = 200;
+const PANIC_LENGTH: usize = 200;
+
 /// The end of a guest's console output, in memory and in a file.
 #[derive(Debug)]
 pub struct Console {
@@ -71,6 +77,14 @@ impl Console {
         Ok(())
     }
 
+    /// What the guest's kernel has said of its panic, if it has: `Attempted to kill init! …`.
+    pub fn panic(&self) -> Option<String> {
+        let lines = self.last_lines(PANIC_LINES);
+        let (_, words) = lines.rsplit_once(PANIC)?;
+        let line = words.lines().next().unwrap_or_default();
+        Some(line.trim().chars().take(PANIC_LENGTH).collect())
+    }
+
     /// The last `count` lines, without what is no text.
     pub fn last_lines(&self, count: usize) -> String {
         let bytes: Vec<u8> = self.tail.iter().copied().collect();
@@ -102,6 +116,18 @@ mod tests {
         console.push(b"ee\n");
         assert_eq!(console.last_lines(2), "two\nthree");
         assert_eq!(std::fs::read(&path).unwrap(), b"one\ntwo\r\n\nthree\n");
+    }
+
+    #[test]
+    fn test_a_panic_is_found_and_told_without_its_stamp() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut console = Console::new(&directory.path().join("console.log"));
+        console.push(b"[    1.0] thaw-agent: no\n");
+        assert_eq!(console.panic(), None);
+        console.push(b"[    1.1] Kernel panic - not syncing: Attempted to kill init! exitcode=0x00008900\r\n");
+        console.push(b"[    1.1] CPU: 0 PID: 1 Comm: init\n");
+        let panic = console.panic().unwrap();
+        assert_eq!(panic, "Attempted to kill init! exitcode=0x00008900");
     }
 
     #[test]

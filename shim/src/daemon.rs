@@ -10,14 +10,18 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::OFlags;
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
+use tokio::io::AsyncReadExt;
+use tokio::net::unix::pipe;
 use tracing::{error, warn};
 use ttrpc::asynchronous::{Server, transport::Listener};
 
 use crate::anchor::Anchor;
+use crate::bootstrap::Confirmation;
 use crate::cgroup;
 use crate::events::Publisher;
 use crate::facts::FactsFile;
@@ -31,6 +35,10 @@ use crate::trace::Recorder;
 
 /// How long the last answers may take to be written.
 const ANSWER_LIMIT: Duration = Duration::from_millis(500);
+
+/// How long a thread that blocks may take to end, at the shim's end: a build that was given up removes
+/// its files.
+const THREADS_LIMIT: Duration = Duration::from_secs(3);
 
 /// Threads that block at the same time: mounting, starting the VMM, opening the template, and some
 /// to spare.
@@ -76,9 +84,9 @@ impl Start {
         self.facts.update(|facts| facts.shim = Some(identity))
     }
 
-    /// Serve until the sandbox is gone. The process must have one thread only, and be nobody's but
-    /// the caller's.
-    pub fn serve(self) -> ExitCode {
+    /// Serve until the sandbox is gone, or `confirmation` says that containerd does not know of it. The
+    /// process must have one thread only, and be nobody's but the caller's.
+    pub fn serve(self, confirmation: Confirmation) -> ExitCode {
         if let Err(error) = leave_standard_streams(&self.bundle) {
             // Where to say so is what could not be opened.
             error!(%error, "leaving the standard streams");
@@ -115,17 +123,37 @@ impl Start {
         });
         let seed = prepare(&id, bundle, spec, vmm_network, &facts, &trace);
         match runtime.and_then(|runtime| Ok((runtime, home?))) {
-            Ok((runtime, home)) => runtime.block_on(async {
-                let publisher = Publisher::new(&namespace, events_address.as_deref());
-                let sandbox = Sandbox::new(facts, publisher, trace, home, id, seed);
-                if let Err(error) = serve_task(listener, &sandbox).await {
-                    error!(%error, "serving the task API");
-                }
-                sandbox.clean_up().await;
-            }),
+            Ok((runtime, home)) => {
+                runtime.block_on(async {
+                    let publisher = Publisher::new(&namespace, events_address.as_deref());
+                    let sandbox = Sandbox::new(facts, publisher, trace, home, id, seed);
+                    tokio::spawn(end_unless_confirmed(confirmation, sandbox.clone()));
+                    if let Err(error) = serve_task(listener, &sandbox).await {
+                        error!(%error, "serving the task API");
+                    }
+                    sandbox.clean_up().await;
+                });
+                // Whoever waits for another's template has nothing to clean up.
+                runtime.shutdown_timeout(THREADS_LIMIT);
+            }
             Err(error) => error!(%error, "starting the shim"),
         }
         ExitCode::SUCCESS
+    }
+}
+
+/// Have the shim end when `start` has ended without giving containerd its answer: nobody would ever ask
+/// anything of it.
+async fn end_unless_confirmed(confirmation: Confirmation, sandbox: Arc<Sandbox>) {
+    let confirmed = async {
+        let mut reader = pipe::Receiver::from_owned_fd(confirmation.into())?;
+        reader.read_u8().await
+    };
+    if let Err(error) = confirmed.await
+        && sandbox.is_empty()
+    {
+        warn!(%error, "containerd does not know of this shim");
+        sandbox.finish();
     }
 }
 
@@ -182,7 +210,7 @@ fn host_memory() -> u64 {
 /// Serve until the sandbox is finished and its last answers are out.
 async fn serve_task(
     listener: UnixListener,
-    sandbox: &std::sync::Arc<Sandbox>,
+    sandbox: &Arc<Sandbox>,
 ) -> Result<(), Box<dyn std::error::Error>> {
     listener.set_nonblocking(true)?;
     let listener = Listener::try_from(listener)?;

@@ -46,6 +46,10 @@ pub struct Facts {
     /// The containers, by id.
     #[serde(default)]
     pub containers: BTreeMap<String, ContainerFacts>,
+    /// The container that was deleted last: when the shim is killed before containerd has heard of that,
+    /// `delete` is asked how it ended.
+    #[serde(default)]
+    pub deleted: Option<(String, ContainerFacts)>,
 }
 
 impl Facts {
@@ -67,6 +71,19 @@ impl Facts {
             (Some(noted), Some(given)) => noted != given,
             _ => false,
         }
+    }
+
+    /// The container `id` is deleted.
+    pub fn forget(&mut self, id: &str) {
+        self.deleted = self.containers.remove_entry(id);
+    }
+
+    /// What is known of the container `id`, deleted or not.
+    pub fn container(&self, id: &str) -> Option<&ContainerFacts> {
+        let deleted = self.deleted.as_ref().filter(|(deleted, _)| deleted == id);
+        self.containers
+            .get(id)
+            .or(deleted.map(|(_, container)| container))
     }
 
     /// Whether the shim runs.

@@ -217,9 +217,7 @@ impl Task for TaskService {
 
     async fn shutdown(&self, _: &TtrpcContext, request: ShutdownRequest) -> ttrpc::Result<Empty> {
         debug!(id = request.id, "Shutdown");
-        if self.sandbox.is_empty() {
-            self.sandbox.finish();
-        }
+        self.sandbox.shut_down();
         Ok(Empty::new())
     }
 }

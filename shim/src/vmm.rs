@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::process::{Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid};
@@ -29,6 +30,8 @@ pub struct Vmm {
     calls: mpsc::UnboundedSender<Call>,
     ended: watch::Receiver<Option<String>>,
     console: Arc<Mutex<Console>>,
+    /// By this shim.
+    killed: AtomicBool,
 }
 
 /// Why a request was not done.
@@ -76,6 +79,7 @@ impl Vmm {
             calls,
             ended,
             console,
+            killed: AtomicBool::new(false),
         })
     }
 
@@ -124,8 +128,14 @@ impl Vmm {
 
     /// Kill it. [`Vmm::wait_for_end`] tells when that is done.
     pub fn kill(&self) {
+        self.killed.store(true, Ordering::Relaxed);
         // Fails only when it has ended.
         let _ = pidfd_send_signal(&*self.pidfd, Signal::KILL);
+    }
+
+    /// Whether it has ended and this shim has not killed it.
+    pub fn ended_by_itself(&self) -> bool {
+        self.ended.borrow().is_some() && !self.killed.load(Ordering::Relaxed)
     }
 
     /// Wait until the process has ended and been reaped; returns why, in words.
@@ -177,12 +187,18 @@ impl Driver {
             Ok(status) => status,
             Err(error) => format!("waiting for it: {error}"),
         };
-        let reason = match (self.exit.take(), broken) {
-            (Some(GuestExit::Reset), _) => "the guest reset itself, as after a panic".to_owned(),
-            (Some(GuestExit::Shutdown), _) => "triple fault of the guest".to_owned(),
-            (Some(GuestExit::Failed(words)), _) => words,
-            (None, Some(error)) => error.to_string(),
-            (None, None) => format!("thaw-vmm {status}"),
+        // A panic ends a guest by a reset or a triple fault, whichever way its kernel takes.
+        let panic = self.console.lock();
+        let panic = panic.unwrap_or_else(PoisonError::into_inner).panic();
+        let reason = match (self.exit.take(), panic, broken) {
+            (Some(GuestExit::Reset | GuestExit::Shutdown), Some(words), _) => {
+                format!("kernel panic in the guest: {words}")
+            }
+            (Some(GuestExit::Reset), None, _) => "the guest reset itself".to_owned(),
+            (Some(GuestExit::Shutdown), None, _) => "triple fault of the guest".to_owned(),
+            (Some(GuestExit::Failed(words)), _, _) => words,
+            (None, _, Some(error)) => error.to_string(),
+            (None, _, None) => format!("thaw-vmm {status}"),
         };
         // Nobody listens any more when the sandbox is gone.
         let _ = ended.send(Some(reason));

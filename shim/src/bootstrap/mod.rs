@@ -33,6 +33,7 @@ use crate::process::timestamp;
 use crate::process_identity::ProcessIdentity;
 use crate::spec::BundleSpec;
 use crate::trace::{Recorder, monotonic_ns};
+pub use fork::Confirmation;
 use fork::Role;
 use input::Bootstrap;
 use reply::Reply;
@@ -117,19 +118,20 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
     match fork::fork(&start.descriptors())? {
         Role::Child(parent) => {
             let taken = start.take_over();
-            parent.report(taken.as_ref().err());
+            let confirmation = parent.report(taken.as_ref().err());
             Ok(if taken.is_ok() {
-                start.serve()
+                start.serve(confirmation)
             } else {
                 ExitCode::FAILURE
             })
         }
-        Role::Parent(child) => {
+        Role::Parent(mut child) => {
             if let Err(error) = child.wait_for_report() {
                 let _ = cleanup::remove(start.facts.directory(), &start.facts.get());
                 return Err(error);
             }
             reply.give(&bundle)?;
+            child.confirm();
             Ok(ExitCode::SUCCESS)
         }
     }

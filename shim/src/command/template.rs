@@ -10,7 +10,7 @@ use thaw_vmm_control::Shape;
 use super::output::{ago, bytes, table};
 use crate::paths::{Installation, TEMPLATE_DIRECTORY};
 use crate::spec;
-use crate::template::{Origin, StoredTemplate, TemplateStore, Trust};
+use crate::template::{Abandonment, Origin, StoredTemplate, TemplateStore, Trust};
 
 fn store() -> TemplateStore {
     TemplateStore::new(TEMPLATE_DIRECTORY)
@@ -28,7 +28,7 @@ pub(super) fn build(
     let shape = Shape::new(vcpus, memory_mib.unwrap_or(unlimited.memory_mib()))?;
     let installation = Installation::find()?;
     let begin = Instant::now();
-    let template = store().obtain(&installation, shape)?;
+    let template = store().obtain(&installation, shape, &Abandonment::default())?;
     let (key, seconds) = (template.key, begin.elapsed().as_secs_f32());
     match template.origin {
         Origin::Built => writeln!(output, "built {key} ({shape}) in {seconds:.1} s")?,

@@ -15,7 +15,7 @@ use super::{Parts, Sandbox};
 use crate::agent::Agent;
 use crate::container::Container;
 use crate::error::TaskError;
-use crate::facts::ContainerFacts;
+use crate::facts::{ContainerFacts, Exit, KILLED};
 use crate::mounts::ContainerMounts;
 use crate::process::Process;
 use crate::spec::{BundleSpec, guest_spec};
@@ -55,9 +55,12 @@ impl Sandbox {
             }
             Err(error) => {
                 restoring.abort();
+                let error = self.with_memory_limit(error);
                 self.tear_down().await;
                 self.lock_container().take();
                 self.note(|facts| drop(facts.containers.remove(&container.id)));
+                // Whoever has asked for its end before is told of it.
+                container.init.set_stopped(Exit::now(KILLED));
                 container.set_failed();
                 Err(error)
             }

@@ -36,6 +36,12 @@ impl Sandbox {
     pub(super) async fn watch(self: Arc<Self>, container: Arc<Container>) {
         let init = &container.init;
         let exit = self.guest_exit(&container).await;
+        // At once: a shim that is killed while it delivers the output has told nobody yet.
+        self.note(|facts| {
+            if let Some(facts) = facts.containers.get_mut(&container.id) {
+                facts.exit = Some(exit);
+            }
+        });
         // A start that is under way tells of itself first.
         drop(init.starting.lock().await);
         let execs = container.close_execs();
@@ -51,11 +57,7 @@ impl Sandbox {
             }
         }
         self.drain(init, INIT_PATIENCE).await;
-        self.note(|facts| {
-            if let Some(facts) = facts.containers.get_mut(&container.id) {
-                facts.exit = Some(exit);
-            }
-        });
+        self.tell_memory_limit(&container);
         self.tell_exit(&container, init, exit);
         debug!(status = exit.status, "the container has ended");
         // Nothing of the VM is needed any more; its end need not be waited for.

@@ -78,8 +78,10 @@ impl Sandbox {
             };
             launch.start()
         });
+        let abandonment = self.abandonment.clone();
         let template = tokio::task::spawn_blocking(move || {
-            TemplateStore::new(TEMPLATE_DIRECTORY).obtain(&installation, shape)
+            let store = TemplateStore::new(TEMPLATE_DIRECTORY);
+            store.obtain(&installation, shape, &abandonment)
         });
         let cgroup = match cgroup {
             Some(path) => Some(self.make_cgroup(path).await?),
@@ -131,10 +133,13 @@ impl Sandbox {
             .update(|facts| facts.cgroup = Some(path.clone()))
             .map_err(failed)?;
         let made = move || cgroup::make(&path).map(|()| path);
-        tokio::task::spawn_blocking(made)
+        let path = tokio::task::spawn_blocking(made)
             .await
             .map_err(failed)?
-            .map_err(failed)
+            .map_err(failed)?;
+        // Set once: a sandbox has one VMM.
+        let _ = self.memory_kills_before.set(cgroup::memory_kills(&path));
+        Ok(path)
     }
 
     /// After the VM was made, which is slow in a cgroup, and before its memory is touched, which is

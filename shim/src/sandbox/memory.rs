@@ -5,11 +5,13 @@ use std::time::{Duration, Instant};
 
 use containerd_shim_protos::events::task::TaskOOM;
 use containerd_shim_protos::topics::TASK_OOM_EVENT_TOPIC;
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::Sandbox;
 use crate::agent::Events;
+use crate::cgroup;
 use crate::container::Container;
+use crate::error::TaskError;
 
 /// What comes sooner than this after the last event told is left out: containerd and its clients
 /// want to know that it happens, and the guest may say anything as often as it likes.
@@ -39,11 +41,48 @@ impl Sandbox {
                 continue;
             }
             last = Some(Instant::now());
-            let event = TaskOOM {
-                container_id: container.id.clone(),
-                ..TaskOOM::default()
-            };
-            self.publisher.publish(TASK_OOM_EVENT_TOPIC, &event);
+            self.tell_memory_kill(&container);
+        }
+    }
+
+    fn tell_memory_kill(&self, container: &Container) {
+        let event = TaskOOM {
+            container_id: container.id.clone(),
+            ..TaskOOM::default()
+        };
+        self.publisher.publish(TASK_OOM_EVENT_TOPIC, &event);
+    }
+
+    /// Why the host's kernel has killed the VMM, if that was for want of memory. To be asked while the
+    /// sandbox's cgroup is there.
+    fn memory_limit_reached(&self) -> Option<String> {
+        let path = self.facts.get().cgroup?;
+        let before = *self.memory_kills_before.get()?;
+        let ended = self.vmm.get().is_some_and(|vmm| vmm.ended_by_itself());
+        (ended && cgroup::memory_kills(&path) > before).then(|| {
+            format!(
+                "the host's kernel has killed the VM for want of memory: see the limits of cgroup {} and \
+                 of those above it, and the host's free memory",
+                path.display()
+            )
+        })
+    }
+
+    /// `error` of a creation, with its reason when it was want of memory.
+    pub(super) fn with_memory_limit(&self, error: TaskError) -> TaskError {
+        match (error, self.memory_limit_reached()) {
+            (TaskError::Unavailable(text), Some(reason)) => {
+                TaskError::Unavailable(format!("{text}: {reason}"))
+            }
+            (error, _) => error,
+        }
+    }
+
+    /// Tell containerd, and the log, when the VM of `container` has ended for want of memory.
+    pub(super) fn tell_memory_limit(&self, container: &Container) {
+        if let Some(reason) = self.memory_limit_reached() {
+            warn!(container = container.id, "{reason}");
+            self.tell_memory_kill(container);
         }
     }
 }

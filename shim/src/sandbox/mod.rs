@@ -16,6 +16,7 @@ mod exit;
 mod guest;
 mod memory;
 mod requests;
+mod shutdown;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -33,10 +34,12 @@ use crate::error::TaskError;
 use crate::events::Publisher;
 use crate::facts::{self, FactsFile};
 use crate::spec::BundleSpec;
+use crate::template::Abandonment;
 use crate::trace::Recorder;
 use crate::vmm::Vmm;
 
 pub use guest::Plan;
+use shutdown::Deletions;
 
 /// How long the events may take that are still queued at the end.
 const FLUSH_LIMIT: Duration = Duration::from_secs(2);
@@ -54,7 +57,12 @@ pub struct Sandbox {
     vmm: Arc<OnceLock<Arc<Vmm>>>,
     container: Mutex<Option<Arc<Container>>>,
     next_stream: std::sync::atomic::AtomicU64,
+    /// Kills for want of memory, where those of the VMM are counted, before there was one.
+    memory_kills_before: OnceLock<u64>,
     torn_down: OnceCell<()>,
+    /// Declared when nobody needs the template any more that is being built.
+    abandonment: Abandonment,
+    deletions: Deletions,
     finished: Notify,
 }
 
@@ -119,7 +127,10 @@ impl Sandbox {
             vmm: Arc::default(),
             container: Mutex::new(None),
             next_stream: 1.into(),
+            memory_kills_before: OnceLock::new(),
             torn_down: OnceCell::new(),
+            abandonment: Abandonment::default(),
+            deletions: Deletions::default(),
             finished: Notify::new(),
         });
         let parts = seed.map(|seed| {
@@ -172,6 +183,7 @@ impl Sandbox {
     }
 
     async fn tear_down_once(&self) {
+        self.abandonment.declare();
         // A container that was never asked for: its anchor ends when this is dropped.
         let prepared = self.lock_prepared().take();
         if let Some(Ok(parts)) = prepared.map(|prepared| prepared.parts) {

@@ -193,6 +193,7 @@ impl Sandbox {
     }
 
     async fn delete_container(&self, container: &Arc<Container>) -> Result<Exit, TaskError> {
+        let _deletion = self.begin_deletion();
         if container.agent.get().is_none() {
             // containerd asks for this when its client has gone away during the creation, and then
             // never again: whatever came of it would be nobody's.
@@ -224,7 +225,7 @@ impl Sandbox {
                 container.id
             )));
         }
-        self.note(|facts| drop(facts.containers.remove(&container.id)));
+        self.note(|facts| facts.forget(&container.id));
         let event = TaskDelete {
             container_id: container.id.clone(),
             pid: container.pid(),

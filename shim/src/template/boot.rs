@@ -18,6 +18,7 @@ use thaw_agent_api::{CONTROL_PORT, READY_LINE};
 use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Reply, Request, Shape, WorkingSet};
 use ttrpc::context::Context;
 
+use super::abandonment::Abandonment;
 use super::build::{BuildError, Builder};
 use super::host::KvmFlavour;
 use super::key::KeyInputs;
@@ -49,12 +50,16 @@ const CONSOLE_TAIL: usize = 2048;
 /// Builds templates with the VMM, kernel and initramfs of an installation.
 pub(super) struct VmmBuilder<'a> {
     installation: &'a Installation,
+    abandonment: &'a Abandonment,
 }
 
 impl<'a> VmmBuilder<'a> {
-    /// A builder that uses the files of `installation`.
-    pub fn new(installation: &'a Installation) -> Self {
-        Self { installation }
+    /// A builder that uses the files of `installation`, until `abandonment`.
+    pub fn new(installation: &'a Installation, abandonment: &'a Abandonment) -> Self {
+        Self {
+            installation,
+            abandonment,
+        }
     }
 }
 
@@ -80,17 +85,26 @@ impl Builder for VmmBuilder<'_> {
         ScratchDirectory::remove_stale(runtime);
         let root = ScratchDirectory::create(runtime)
             .map_err(host(format!("making a directory in {RUNTIME_DIRECTORY}")))?;
-        let (vmm, shape) = (&self.installation.vmm, inputs.shape);
-        Guest::launch(vmm, root.path(), shape)?.become_template(
-            inputs,
-            [&kernel, &initramfs],
-            state,
-            memory,
-        )?;
-        let working_set = rehearsal::rehearse(vmm, root.path(), shape, state, memory)?;
+        let launch = || self.launch(root.path(), inputs.shape);
+        launch()?.become_template(inputs, [&kernel, &initramfs], state, memory)?;
+        let files = rehearsal::reopen([state, memory])?;
+        let working_set = launch()?.rehearse(&files)?;
+        self.abandonment.is_over();
         let seconds = begin.elapsed().as_secs_f32();
         tracing::info!(shape = %inputs.shape, seconds, "built a template");
         Ok(working_set)
+    }
+}
+
+impl VmmBuilder<'_> {
+    fn launch(&self, root: &Path, shape: Shape) -> Result<Guest, BuildError> {
+        let guest = Guest::launch(&self.installation.vmm, root, shape)?;
+        let concerned = self.abandonment.concerns(&guest.launched);
+        concerned.map_err(|error| {
+            end(&guest.launched);
+            host("duplicating a descriptor")(error)
+        })?;
+        Ok(guest)
     }
 }
 

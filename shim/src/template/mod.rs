@@ -22,6 +22,7 @@
 //! afterwards: running guests have them mapped. Removing one is safe at any time, since a mapped
 //! file lives on.
 
+mod abandonment;
 mod boot;
 mod budget;
 mod build;
@@ -43,6 +44,7 @@ use std::path::PathBuf;
 use thaw_vmm_control::{Shape, WorkingSet};
 use thiserror::Error;
 
+pub use abandonment::Abandonment;
 pub use build::BuildError;
 pub use digest::{Digest, FileIdentity, InvalidDigest};
 pub use host::{HostFacts, KvmFlavour};

@@ -10,6 +10,7 @@ use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 use thaw_vmm_control::{ReadOnlyView, Shape};
 
+use super::abandonment::Abandonment;
 use super::boot::VmmBuilder;
 use super::budget;
 use super::build::{Builder, Unpublished, build_and_publish, build_in_memory};
@@ -116,14 +117,16 @@ impl TemplateStore {
     /// verified in this boot, for the time of a digest at its first use after a boot, and for
     /// seconds when it has to be built, or is being built by someone else.
     ///
-    /// Where the store cannot be written, the template is built in memory, for this call only.
+    /// Where the store cannot be written, the template is built in memory, for this call only. A build
+    /// fails as soon as `abandonment` is declared.
     pub fn obtain(
         &self,
         installation: &Installation,
         shape: Shape,
+        abandonment: &Abandonment,
     ) -> Result<Template, TemplateError> {
         let inputs = self.inputs(installation, shape)?;
-        self.obtain_with(&inputs, &VmmBuilder::new(installation))
+        self.obtain_with(&inputs, &VmmBuilder::new(installation, abandonment))
     }
 
     pub(super) fn obtain_with(

@@ -1,6 +1,7 @@
 //! A sandbox from its Create to its end, with VMM, agent and containerd played. The host's side is
 //! real: mounts, anchor, FIFOs.
 
+mod ends;
 mod fake;
 
 use std::fs;

@@ -3,11 +3,10 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::time::Duration;
 
 use thaw_agent_api::agent::InfoRequest;
-use thaw_vmm_control::{ChannelError, Reply, Request, Shape, WorkingSet};
+use thaw_vmm_control::{ChannelError, Reply, Request, WorkingSet};
 
 use super::super::build::BuildError;
 use super::super::digest::descriptor_path;
@@ -19,26 +18,18 @@ const REHEARSAL: Step = Step {
     limit: Duration::from_secs(60),
 };
 
-/// Restore the template in `state` and `memory` until its agent has answered a call. Returns the
-/// pages touched by then; none where the host's kernel cannot tell.
-pub(super) fn rehearse(
-    program: &Path,
-    root: &Path,
-    shape: Shape,
-    state: &File,
-    memory: &File,
-) -> Result<WorkingSet, BuildError> {
-    // The VMM must not be able to change what is about to be published. Of this one, whose guest runs
-    // nobody's programs, descriptors for reading only are wall enough.
+/// State and memory of a template anew, for reading: the VMM must not be able to change what is about
+/// to be published. Of this one, whose guest runs nobody's programs, that is wall enough.
+pub(super) fn reopen([state, memory]: [&File; 2]) -> Result<[File; 2], BuildError> {
     let reopen = |file: &File| {
         File::open(descriptor_path(file)).map_err(host("opening the new template for reading"))
     };
-    let files = [reopen(state)?, reopen(memory)?];
-    Guest::launch(program, root, shape)?.rehearse(&files)
+    Ok([reopen(state)?, reopen(memory)?])
 }
 
 impl Guest {
-    /// All steps, and the VMM's end.
+    /// Restore the template in `files`, state and memory, until its agent has answered a call; then the
+    /// VMM's end. Returns the pages touched by then; none where the host's kernel cannot tell.
     pub(super) fn rehearse(mut self, files: &[File; 2]) -> Result<WorkingSet, BuildError> {
         self.watchdog.step(REHEARSAL);
         let result = self

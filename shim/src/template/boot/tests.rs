@@ -366,7 +366,7 @@ fn test_host_without_virtualisation_is_refused_at_once() {
     inputs.host.kvm = KvmFlavour::None;
     let installation = Installation::expected_at(Path::new("/nonexistent"));
     let file = tempfile::tempfile().unwrap();
-    let error = VmmBuilder::new(&installation)
+    let error = VmmBuilder::new(&installation, &Abandonment::default())
         .build(&inputs, &file, &file)
         .unwrap_err();
     assert!(error.to_string().contains("thaw doctor"), "{error}");
