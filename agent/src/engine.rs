@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use nix::fcntl::OFlag;
 use nix::unistd::pipe2;
+use thaw_fault_points::point;
 use tokio::time::timeout;
 use ttrpc::Code;
 
@@ -140,6 +141,8 @@ impl Engine {
         request: ProcessRequest,
     ) -> Result<i32, Refusal> {
         check_id(id)?;
+        thaw_fault_points::arm_by_spec(&request.spec);
+        point("agent-creating");
         let place = Place {
             id: id.to_owned(),
             bundle: self.layout.bundles.join(id),
@@ -166,6 +169,7 @@ impl Engine {
             container
         };
         let created = self.create_init(&container, &spec).await;
+        point("agent-created");
         if created.is_err() {
             container.init.set_failed();
             container.clean_up().await;
@@ -196,6 +200,7 @@ impl Engine {
         tokio::spawn(async move {
             // Before the exit: clients take the reason for it from what came earlier.
             let exit = exit.await;
+            point("agent-exited");
             memory.check(&followed);
             let (sender, receiver) = tokio::sync::oneshot::channel();
             if let Ok(exit) = exit {
@@ -302,6 +307,7 @@ impl Engine {
             ))
         })?;
         init.advance(Phase::Created(pid), Phase::Running(pid));
+        point("agent-released");
         match listen(&report).await {
             Some(message) => Err(Refusal::failed(message)),
             None => Ok(pid),
@@ -337,6 +343,7 @@ impl Engine {
         let starting = self.exits.starting();
         let launched = self.launch(&request, process, process.take_streams()).await;
         let pid = launched.inspect_err(|_| process.set_failed())?;
+        point("agent-exec-started");
         process.set_phase(Phase::Running(pid));
         let exit = starting.claim(pid);
         if !container.is_alive() {
@@ -355,6 +362,7 @@ impl Engine {
         request: ProcessRequest,
     ) -> Result<(), Refusal> {
         check_id(exec_id)?;
+        point("agent-exec");
         let container = self.made(id)?;
         if !container.is_alive() {
             return Err(Refusal::state(format!("{id} is not running")));

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::{FlockOperation, flock};
+use thaw_fault_points::point;
 
 use crate::cgroup;
 use crate::facts::{self, Exit, Facts, FactsFile, KILLED};
@@ -31,6 +32,7 @@ pub struct Deleted {
 /// goes with it, unless it has another container: containerd asks for this after every container,
 /// also while the others live. One of another containerd stays too.
 pub fn delete(directory: &Path, id: &str, bundle: &Path) -> io::Result<Deleted> {
+    point("delete-begun");
     let facts = FactsFile::read(directory);
     if let Ok(Some(facts)) = &facts
         && facts.are_of_another(id, bundle)
@@ -92,13 +94,16 @@ pub fn remove(directory: &Path, facts: &Facts) -> io::Result<()> {
             Err(error) => Err(error),
         });
     }
+    point("cleanup-killed");
     if let Some(path) = &facts.cgroup {
         attempt(cgroup::remove(path));
     }
+    point("cleanup-cgroup");
     attempt(match fs::remove_file(&facts.socket) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     });
+    point("cleanup-socket");
     result.and_then(|()| facts::remove_directory(directory))
 }
 

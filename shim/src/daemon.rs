@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use rustix::fs::OFlags;
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
+use thaw_fault_points::point;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tracing::{error, warn};
@@ -172,10 +173,12 @@ fn prepare(
     let shape = spec::shape(&spec.view, cpus, host_memory()).map_err(|error| error.to_string())?;
     mounts::enter_own_namespace().map_err(words)?;
     mounts::make_export(&facts.export()).map_err(words)?;
+    point("shim-exported");
     trace.mark("file tree made");
     let empty = Path::new(RUNTIME_DIRECTORY).join(".empty");
     let anchor = Anchor::start(&empty, spec.view.network_namespace())
         .map_err(|error| format!("starting the anchor of {id}: {error}"))?;
+    point("shim-anchored");
     trace.mark("anchor started");
     let cgroup = cgroup::choose(&spec.view.linux.cgroups_path, id);
     let oom_score_adj = spec

@@ -150,6 +150,7 @@ impl FactsFile {
             directory,
             facts: Mutex::new(facts),
         };
+        thaw_fault_points::point("start-noting");
         if let Err(error) = file.update(|_| {}) {
             // containerd asks for no deletion of what was not started.
             let _ = remove_directory(&file.directory);

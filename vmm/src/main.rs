@@ -30,6 +30,8 @@ pub extern "C" fn main(_: libc::c_int, _: *const *const libc::c_char) -> libc::c
     let mut phases = Phases::default();
     phases.mark("start");
     log::init();
+    thaw_fault_points::arm_by_environment();
+    thaw_fault_points::point("vmm-executed");
     match run(phases) {
         Ok(()) => libc::EXIT_SUCCESS,
         Err(error) => {
@@ -53,6 +55,7 @@ fn run(mut phases: Phases) -> Result<(), Box<dyn Error>> {
     let smaps = File::open("/proc/self/smaps").ok();
     let files = jail::enter(&root)?.file_server_root();
     phases.mark("jail");
+    thaw_fault_points::point("vmm-jailed");
     Service::new(channel, hypervisor, files, smaps, phases).serve()?;
     // The kernel takes a machine apart faster than its threads could be stopped one by one.
     std::process::exit(0)

@@ -116,7 +116,9 @@ impl Service {
         let Some((request, descriptors)) = self.channel.receive()? else {
             return Ok(false);
         };
+        let after = fault_point(&request);
         let reply = self.handle(request, descriptors);
+        thaw_fault_points::point(after);
         self.say(&FromVmm::Reply(
             reply.unwrap_or_else(|error| Reply::Failed(error.to_string())),
         ))?;
@@ -237,6 +239,18 @@ impl Service {
             file_requests: machine.attachments().file_requests(),
             guest_dirty_bytes: smaps.map_or(0, |smaps| anonymous_bytes(smaps, &ranges)),
         })
+    }
+}
+
+/// The point at which a test ends this process after `request` was done, before it is answered.
+fn fault_point(request: &Request) -> &'static str {
+    match request {
+        Request::Restore { .. } => "vmm-restored",
+        Request::Populate => "vmm-populated",
+        Request::Run => "vmm-run",
+        Request::ConnectVsock { .. } => "vmm-connected",
+        Request::Statistics => "vmm-asked",
+        _ => "vmm-other",
     }
 }
 

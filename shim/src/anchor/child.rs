@@ -108,6 +108,7 @@ pub fn start(plan: &Plan, socket: &OwnedFd) -> io::Result<(Pid, OwnedFd)> {
 
 /// The child, from its first instruction to its last.
 fn run(plan: &Plan, socket: BorrowedFd<'_>) -> ! {
+    thaw_fault_points::point("anchor-cloned");
     // SAFETY: system calls on descriptors and memory of this process alone; the name is a
     // NUL-terminated string.
     unsafe {
@@ -141,6 +142,7 @@ fn run(plan: &Plan, socket: BorrowedFd<'_>) -> ! {
     if write(socket, &report.encode()) != Ok(Report::LENGTH) || report.errno.is_some() {
         exit(1);
     }
+    thaw_fault_points::point("anchor-ready");
     let mut byte = [0; 1];
     loop {
         match read(socket, &mut byte) {

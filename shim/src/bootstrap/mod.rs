@@ -23,6 +23,7 @@ use containerd_shim_protos::protobuf::Message;
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 
 use rustix::fs::{FlockOperation, flock};
+use thaw_fault_points::point;
 
 use crate::cleanup;
 use crate::daemon::Start;
@@ -92,6 +93,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
     }
 
     let facts = claim(flags, &sandbox, &bundle, &socket)?;
+    point("start-noted");
     let listener = match socket::bind(&socket)? {
         Bound::New(listener) => listener,
         // Somebody else was quicker; their facts are in place.
@@ -100,6 +102,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
             return Ok(ExitCode::SUCCESS);
         }
     };
+    point("start-bound");
     // Without it each VMM gets an empty namespace of its own.
     let vmm_network = network::pinned(&facts::root().join(".network")).ok();
     let start = Start {
@@ -118,6 +121,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
     match fork::fork(&start.descriptors())? {
         Role::Child(parent) => {
             let taken = start.take_over();
+            point("shim-forked");
             let confirmation = parent.report(taken.as_ref().err());
             Ok(if taken.is_ok() {
                 start.serve(confirmation)
@@ -130,6 +134,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
                 let _ = cleanup::remove(start.facts.directory(), &start.facts.get());
                 return Err(error);
             }
+            point("start-unanswered");
             reply.give(&bundle)?;
             child.confirm();
             Ok(ExitCode::SUCCESS)

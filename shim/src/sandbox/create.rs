@@ -7,6 +7,7 @@ use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
 use containerd_shim_protos::topics::TASK_CREATE_EVENT_TOPIC;
 use protobuf::well_known_types::any::Any;
 use thaw_agent_api::{SPEC_TYPE_URL, STREAM_PORT};
+use thaw_fault_points::point;
 use thaw_vmm_control::Request;
 use tokio::task::JoinHandle;
 use tracing::warn;
@@ -35,10 +36,12 @@ impl Sandbox {
     pub async fn create(self: Arc<Self>, request: CreateTaskRequest) -> Result<u32, TaskError> {
         self.trace.mark("Create received");
         let (container, making) = self.admit(&request)?;
+        point("shim-admitted");
         let restoring = making.guest.abort_handle();
         match self.make(&container, making).await {
             Ok(agent) => {
                 self.trace.mark("container created");
+                point("shim-created");
                 // Asked for before the program can run.
                 let events = agent.events().await;
                 container.set_created(agent);
@@ -156,6 +159,7 @@ impl Sandbox {
         let parts = tokio::try_join!(
             async {
                 let bound = (&mut mounts).await.map_err(|error| failed(error.into()))?;
+                point("shim-mounted");
                 self.trace.mark("mounts made");
                 bound.map_err(failed)
             },

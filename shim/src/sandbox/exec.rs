@@ -6,6 +6,8 @@ use containerd_shim_protos::api::{DeleteRequest, ExecProcessRequest, StartReques
 use containerd_shim_protos::events::task::{TaskExecAdded, TaskExecStarted};
 use containerd_shim_protos::topics::{TASK_EXEC_ADDED_EVENT_TOPIC, TASK_EXEC_STARTED_EVENT_TOPIC};
 
+use thaw_fault_points::point;
+
 use super::Sandbox;
 use super::create::connect_streams;
 use crate::container::{Container, Exec};
@@ -47,6 +49,7 @@ impl Sandbox {
             ..TaskExecAdded::default()
         };
         self.publisher.publish(TASK_EXEC_ADDED_EVENT_TOPIC, &event);
+        point("shim-exec-added");
         Ok(())
     }
 
@@ -116,6 +119,7 @@ impl Sandbox {
             drop(process.take_streams());
             return Err(self.explain(&vmm, error).await);
         }
+        point("shim-exec-started");
         process.set_running();
         let event = TaskExecStarted {
             container_id: container.id.clone(),

@@ -10,6 +10,7 @@ use containerd_shim_protos::api::{KillRequest, WaitRequest};
 use containerd_shim_protos::events::task::TaskExit;
 use containerd_shim_protos::topics::TASK_EXIT_EVENT_TOPIC;
 use rustix::process::Signal;
+use thaw_fault_points::point;
 use tracing::{debug, info, warn};
 
 use super::Sandbox;
@@ -36,12 +37,14 @@ impl Sandbox {
     pub(super) async fn watch(self: Arc<Self>, container: Arc<Container>) {
         let init = &container.init;
         let exit = self.guest_exit(&container).await;
+        point("shim-exit-heard");
         // At once: a shim that is killed while it delivers the output has told nobody yet.
         self.note(|facts| {
             if let Some(facts) = facts.containers.get_mut(&container.id) {
                 facts.exit = Some(exit);
             }
         });
+        point("shim-exit-noted");
         // A start that is under way tells of itself first.
         drop(init.starting.lock().await);
         let execs = container.close_execs();
@@ -59,6 +62,7 @@ impl Sandbox {
         self.drain(init, INIT_PATIENCE).await;
         self.tell_memory_limit(&container);
         self.tell_exit(&container, init, exit);
+        point("shim-exit-told");
         debug!(status = exit.status, "the container has ended");
         // Nothing of the VM is needed any more; its end need not be waited for.
         self.tear_down().await;

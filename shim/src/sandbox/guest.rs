@@ -9,6 +9,7 @@ use std::time::SystemTime;
 use rustix::rand::{GetRandomFlags, getrandom};
 use thaw_agent_api::agent::{ConfigureRequest, Mount};
 use thaw_agent_api::{CONTROL_PORT, SHARE};
+use thaw_fault_points::point;
 use thaw_vmm_control::{FILE_SYSTEM_TAG, Launch, Launched, Request, Shape};
 use tracing::{info, warn};
 
@@ -88,6 +89,7 @@ impl Sandbox {
             None => None,
         };
         let launched = launched.await.map_err(failed)?.map_err(failed)?;
+        point("shim-launched");
         self.trace.mark("VMM started");
         let vmm = self.adopt(launched, oom_score_adj)?;
         let template = template.await.map_err(failed)?.map_err(failed)?;
@@ -104,6 +106,7 @@ impl Sandbox {
         self.trace.mark("guest restored");
         if let Some(path) = cgroup {
             self.join_cgroup(path, vmm.identity().pid).await?;
+            point("shim-joined");
             self.trace.mark("in cgroup");
         }
         // Charged to the right cgroup from here on. Not left for when the guest is to run: where the
@@ -121,6 +124,7 @@ impl Sandbox {
         // Set once: a sandbox has one VMM.
         let _ = self.vmm.set(vmm.clone());
         self.note(|facts| facts.vmm = Some(identity));
+        point("shim-vmm-noted");
         let path = format!("/proc/{}/oom_score_adj", identity.pid);
         if let Err(error) = std::fs::write(&path, oom_score_adj.to_string()) {
             warn!(path, %error, "setting the VMM's readiness to be killed");
@@ -132,6 +136,7 @@ impl Sandbox {
         self.facts
             .update(|facts| facts.cgroup = Some(path.clone()))
             .map_err(failed)?;
+        point("shim-cgroup-noted");
         let made = move || cgroup::make(&path).map(|()| path);
         let path = tokio::task::spawn_blocking(made)
             .await
@@ -164,6 +169,7 @@ impl Sandbox {
         if let Err(error) = agent.configure(&request).await {
             return Err(self.explain(vmm, error.into()).await);
         }
+        point("shim-configured");
         self.trace.mark("guest configured");
         Ok(agent)
     }

@@ -23,6 +23,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use thaw_fault_points::point;
 use tokio::sync::{Notify, OnceCell};
 use tokio::task::JoinHandle;
 use tracing::{debug, error, warn};
@@ -194,12 +195,14 @@ impl Sandbox {
             vmm.kill();
             vmm.wait_for_end().await;
             debug!("the VMM is gone");
+            point("shim-vmm-ended");
         }
         let container = self.lock_container().clone();
         if let Some(container) = container {
             container.anchor.kill();
             container.anchor_ended().await;
             debug!("the anchor is gone");
+            point("shim-anchor-ended");
             let unmounted = tokio::task::spawn_blocking(move || container.mounts.unmount()).await;
             match unmounted {
                 Ok(Ok(())) => debug!("the container's mounts are gone"),
@@ -207,6 +210,7 @@ impl Sandbox {
                 Err(error) => warn!(%error, "unmounting a container"),
             }
         }
+        point("shim-unmounted");
         if let Some(path) = self.facts.get().cgroup {
             match cgroup::remove(&path) {
                 Ok(()) => {
@@ -239,15 +243,18 @@ impl Sandbox {
         self.tear_down().await;
         self.publisher.flush(FLUSH_LIMIT).await;
         let facts = self.facts.get();
+        point("shim-ending");
         if let Err(error) = std::fs::remove_file(&facts.socket)
             && error.kind() != std::io::ErrorKind::NotFound
         {
             warn!(socket = %facts.socket.display(), %error, "removing the shim's socket");
         }
+        point("shim-unbound");
         let export = self.facts.export();
         if let Err(error) = crate::mounts::remove_export(&export) {
             warn!(%error, "unmounting the sandbox's file tree");
         }
+        point("shim-unexported");
         if let Err(error) = facts::remove_directory(self.facts.directory()) {
             warn!(%error, "removing the sandbox's directory");
         }

@@ -15,6 +15,7 @@ use containerd_shim_protos::topics::{
     TASK_START_EVENT_TOPIC,
 };
 use rustix::process::Signal;
+use thaw_fault_points::point;
 use tracing::{debug, warn};
 
 use super::Sandbox;
@@ -55,6 +56,7 @@ impl Sandbox {
         if let Err(error) = agent.start(&inner).await {
             return Err(self.explain(self.vmm()?, error.into()).await);
         }
+        point("shim-started");
         init.set_running();
         self.trace.mark("container started");
         let event = TaskStart {
@@ -63,6 +65,7 @@ impl Sandbox {
             ..TaskStart::default()
         };
         self.publisher.publish(TASK_START_EVENT_TOPIC, &event);
+        point("shim-start-told");
         tokio::spawn(self.clone().finish_trace());
         Ok(container.pid())
     }
@@ -234,6 +237,7 @@ impl Sandbox {
             ..TaskDelete::default()
         };
         self.publisher.publish(TASK_DELETE_EVENT_TOPIC, &event);
+        point("shim-deleted");
         Ok(exit)
     }
 

@@ -112,6 +112,9 @@ pub(super) fn clone(plan: &Plan, network: Network) -> io::Result<(i32, OwnedFd)>
         plan.root.as_ptr(),
         ptr::null(),
     ];
+    // Empty, but for a test of sudden ends.
+    let fault = thaw_fault_points::environment().map_or(ptr::null(), |variable| variable.as_ptr());
+    let environment = [fault, ptr::null()];
 
     // No handler of the caller may run in the child, whose copies of descriptors it would use.
     let mask = SignalMask::block_all()?;
@@ -126,8 +129,8 @@ pub(super) fn clone(plan: &Plan, network: Network) -> io::Result<(i32, OwnedFd)>
         )
     };
     if result == 0 {
-        // SAFETY: we are the child, and `argv` is a null-terminated array of C strings.
-        unsafe { run(plan, argv.as_ptr()) }
+        // SAFETY: we are the child, and both are null-terminated arrays of C strings.
+        unsafe { run(plan, argv.as_ptr(), environment.as_ptr()) }
     }
     let error = io::Error::last_os_error();
     drop(mask);
@@ -142,9 +145,12 @@ pub(super) fn clone(plan: &Plan, network: Network) -> io::Result<(i32, OwnedFd)>
 ///
 /// # Safety
 ///
-/// To be called in a cloned child only, with a null-terminated array of C strings.
-unsafe fn run(plan: &Plan, argv: *const *const libc::c_char) -> ! {
-    let environment: [*const libc::c_char; 1] = [ptr::null()];
+/// To be called in a cloned child only, with null-terminated arrays of C strings.
+unsafe fn run(
+    plan: &Plan,
+    argv: *const *const libc::c_char,
+    environment: *const *const libc::c_char,
+) -> ! {
     // SAFETY: plain system calls on descriptors and memory of the plan; see the module's text.
     unsafe {
         libc::close(plan.parents_go.as_raw_fd());
@@ -169,7 +175,7 @@ unsafe fn run(plan: &Plan, argv: *const *const libc::c_char) -> ! {
         if libc::sigprocmask(libc::SIG_SETMASK, &raw const none, ptr::null_mut()) < 0 {
             fail(failure, Step::Signals);
         }
-        libc::execve(plan.program.as_ptr(), argv, environment.as_ptr());
+        libc::execve(plan.program.as_ptr(), argv, environment);
         fail(failure, Step::Execute)
     }
 }
