@@ -5,12 +5,15 @@
 
 mod cleanup;
 mod containerd_client;
+mod crash;
 mod exec;
 mod files;
 mod identity;
 mod restore;
 mod run;
+mod shortage;
 mod soak;
 mod stdio;
+mod survival;
 mod tasks;
 mod template;

@@ -5,7 +5,6 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
-use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::unistd::{Whence, lseek};
 use thaw_tests::{Testbed, Version, on_containerd, thaw};
 
@@ -145,37 +144,5 @@ fn two_first_starts() {
                 "{inode}: {maps}"
             );
         }
-    });
-}
-
-/// A mount that is there as long as the value.
-struct Mounted(&'static str);
-
-impl Mounted {
-    fn tmpfs(target: &'static str, options: &str) -> Self {
-        let none = MsFlags::empty();
-        mount(Some("tmpfs"), target, Some("tmpfs"), none, Some(options)).expect("root may");
-        Self(target)
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        umount2(self.0, MntFlags::MNT_DETACH).expect("it is mounted");
-    }
-}
-
-/// Without space for a template, the container runs from one in memory.
-#[test]
-fn no_space_for_a_template() {
-    on_containerd(Version::V2_1, "no-space", |bed: &Testbed| {
-        let _small = Mounted::tmpfs("/var/lib/thaw", "size=2m");
-        let container = bed.sleeper();
-        assert_eq!(
-            container.exec(["echo", "runs"]).succeeded().stdout(),
-            "runs\n"
-        );
-        assert!(thaw::templates().is_empty(), "{:?}", thaw::templates());
-        container.remove();
     });
 }

@@ -5,19 +5,21 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::mpsc;
+use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use nix::sys::prctl::set_pdeathsig;
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::environment::{Environment, Version};
 
 /// containerd's own name for what containers, images and tasks belong to.
 pub const NAMESPACE: &str = "thaw-test";
 
-/// A running daemon. It ends with this process.
+/// A daemon, which runs but for the time between [`Containerd::kill`] and [`Containerd::restart`]. It
+/// ends with this process.
 #[derive(Debug)]
 pub struct Containerd {
     /// Which one.
@@ -25,6 +27,15 @@ pub struct Containerd {
     /// Where everything of it lies.
     pub directory: PathBuf,
     programs: PathBuf,
+    running: Mutex<Option<Running>>,
+}
+
+/// The process of a daemon.
+#[derive(Debug)]
+struct Running {
+    pid: Pid,
+    /// Ends when the process has ended and its log is written.
+    keeper: thread::JoinHandle<()>,
 }
 
 /// What no test needs, and starting it takes time.
@@ -49,7 +60,7 @@ impl Containerd {
     ///
     /// # Panics
     ///
-    /// When it does not come up within a minute, with its log.
+    /// When it does not come up within two minutes, with its log.
     pub fn start(version: Version) -> Self {
         let environment = Environment::get();
         let directory = environment
@@ -60,27 +71,60 @@ impl Containerd {
             version,
             directory,
             programs: environment.containerd(version),
+            running: Mutex::default(),
         };
         fs::write(daemon.configuration(), daemon.toml())
             .expect("the tests' directory can be written");
+        File::create(daemon.log_path()).expect("the tests' directory can be written");
+        daemon.launch();
+        daemon
+    }
+
+    /// Kills it, as an upgrade or the kernel might: it writes nothing down any more.
+    pub fn kill(&self) {
+        if let Some(Running { pid, keeper }) = self.lock_running().take() {
+            kill(pid, Signal::SIGKILL).expect("it is a child that nobody else waits for");
+            keeper.join().expect("it does not panic");
+        }
+    }
+
+    /// Starts it again, unless it runs, and waits until it serves.
+    ///
+    /// # Panics
+    ///
+    /// As [`Containerd::start`].
+    pub fn restart(&self) {
+        if self.lock_running().is_none() {
+            self.launch();
+        }
+    }
+
+    fn launch(&self) {
         let (booted, ready) = mpsc::channel();
-        let mut command = Command::new(daemon.programs.join("containerd"));
+        let mut command = Command::new(self.programs.join("containerd"));
         command
             .arg("--config")
-            .arg(daemon.configuration())
-            .env("PATH", daemon.path());
-        let log = daemon.log_path();
+            .arg(self.configuration())
+            .env("PATH", self.path());
+        let log = self.log_path();
         // A thread of its own, that lives as long as the process: the parent's death signal follows
         // the thread that has started the child.
-        thread::spawn(move || keep(command, &log, &booted));
-        if ready.recv_timeout(Duration::from_secs(60)).is_err() {
+        let keeper = thread::spawn(move || keep(command, &log, &booted));
+        // Its pid, and once more when it serves.
+        let limit = Duration::from_secs(120);
+        let said = ready.recv_timeout(limit);
+        let Ok((pid, Ok(_))) = said.map(|pid| (pid, ready.recv_timeout(limit))) else {
             panic!(
                 "containerd {} does not come up: {}",
-                version.name(),
-                daemon.log()
+                self.version.name(),
+                self.log()
             );
-        }
-        daemon
+        };
+        *self.lock_running() = Some(Running { pid, keeper });
+    }
+
+    fn lock_running(&self) -> MutexGuard<'_, Option<Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Its shims are found beside it, and thaw's in the installed tree.
@@ -141,8 +185,8 @@ impl Containerd {
     }
 }
 
-/// Runs the daemon, writes its log, says when it serves.
-fn keep(mut command: Command, log: &Path, booted: &mpsc::Sender<()>) {
+/// Runs the daemon, writes its log, says its pid when it is there and again when it serves.
+fn keep(mut command: Command, log: &Path, booted: &mpsc::Sender<Pid>) {
     command
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -153,12 +197,15 @@ fn keep(mut command: Command, log: &Path, booted: &mpsc::Sender<()>) {
     let mut child = command
         .spawn()
         .expect("containerd is where tests/environment has put it");
-    let mut log = File::create(log).expect("the tests' directory can be written");
+    let pid = Pid::from_raw(child.id().cast_signed());
+    let _ = booted.send(pid);
+    let log = File::options().append(true).open(log);
+    let mut log = log.expect("it was made before");
     for line in BufReader::new(child.stderr.take().expect("it is piped")).lines() {
         let Ok(line) = line else { break };
         let _ = writeln!(log, "{line}");
         if line.contains("containerd successfully booted") {
-            let _ = booted.send(());
+            let _ = booted.send(pid);
         }
     }
     let _ = child.wait();

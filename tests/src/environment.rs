@@ -36,6 +36,8 @@ pub struct Environment {
     pub image: PathBuf,
     /// Installed tree of thaw.
     pub prefix: PathBuf,
+    /// Installed tree of a thaw with fault points; there only with [`FAULTY`].
+    pub faulty_prefix: PathBuf,
     /// The runtime that containers are run with.
     pub runtime: String,
     /// Whether this machine is ours alone.
@@ -47,6 +49,9 @@ pub const IMAGE: &str = "thaw.test/busybox:latest";
 
 /// Name of the imported image with a user.
 pub const USER_IMAGE: &str = "thaw.test/busybox:user";
+
+/// The runtime of the build whose processes a test can end at certain points.
+pub const FAULTY: &str = "io.containerd.thawfaulty.v2";
 
 /// The runtime that is tested.
 const THAW: &str = "io.containerd.thaw.v2";
@@ -64,6 +69,7 @@ impl Environment {
             binaries: path("THAW_BINARIES"),
             image: path("THAW_IMAGE"),
             prefix: path("THAW_PREFIX"),
+            faulty_prefix: path("THAW_FAULTY_PREFIX"),
             runtime: std::env::var("THAW_RUNTIME").unwrap_or_else(|_| THAW.into()),
             in_lab: std::env::var_os("THAW_IN_LAB").is_some(),
         })

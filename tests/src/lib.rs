@@ -25,5 +25,5 @@ pub mod thaw;
 pub use command::{Alarm, Finished, finish, finish_when_ready, finish_within, show};
 pub use container::{Container, Run};
 pub use containerd::NAMESPACE;
-pub use environment::{Environment, IMAGE, Version};
+pub use environment::{Environment, FAULTY, IMAGE, Version};
 pub use testbed::{LIMIT, Testbed, on_containerd};

@@ -86,6 +86,8 @@ pub fn on_containerd(version: Version, name: &str, test: impl FnOnce(&Testbed)) 
         before,
     };
     let result = catch_unwind(AssertUnwindSafe(|| test(&bed)));
+    // A test that has killed it may have failed before it has started it again.
+    bed.containerd.restart();
     bed.remove_containers();
     let left = Host::left_since(&bed.before, &bundles);
     // Not by a macro, whose output the test harness keeps to itself: a slow test is to be seen.

@@ -97,17 +97,23 @@ pub fn processes(id: &str) -> Processes {
 
 /// Those processes of the sandbox that it has noted so far.
 pub fn noted_processes(id: &str) -> Vec<i32> {
-    let Some(facts) = facts(id) else {
-        return Vec::new();
-    };
+    noted(id).into_iter().flatten().collect()
+}
+
+/// The same, by what they are: shim, VMM, anchor.
+pub fn noted(id: &str) -> [Option<i32>; 3] {
+    let facts = facts(id).unwrap_or_default();
     [
         &facts["shim"],
         &facts["vmm"],
         &facts["containers"][id]["anchor"],
     ]
-    .into_iter()
-    .filter_map(pid_of)
-    .collect()
+    .map(pid_of)
+}
+
+/// The exit status that the sandbox of container `id` has noted of it.
+pub fn noted_exit(id: &str) -> Option<u64> {
+    facts(id)?["containers"][id]["exit"]["status"].as_u64()
 }
 
 fn facts(id: &str) -> Option<Value> {
