@@ -1,6 +1,6 @@
 //! What can be done with containers.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -190,6 +190,7 @@ impl Engine {
             place: container.place.clone(),
             terminal: init.terminal,
             window: init.window(),
+            others: self.first_processes(),
         };
         let starting = self.exits.starting();
         let pid = self.launch(&request, init, streams).await?;
@@ -485,6 +486,14 @@ impl Engine {
             resources,
         };
         self.launcher.call(&request, &[]).await.map(drop)
+    }
+
+    /// The first processes of all containers that have one.
+    fn first_processes(&self) -> BTreeMap<String, i32> {
+        let containers = self.containers();
+        let all = containers.iter();
+        all.filter_map(|(id, container)| Some((id.clone(), container.init.pid()?)))
+            .collect()
     }
 
     fn containers(&self) -> MutexGuard<'_, HashMap<String, Arc<Container>>> {

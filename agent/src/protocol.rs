@@ -3,6 +3,7 @@
 //!
 //! Specs go by file, not in the message: they may be larger than one message can be.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -53,6 +54,8 @@ pub enum Request {
         terminal: bool,
         /// Rows and columns of the terminal, if a client has asked for a size already.
         window: Option<(u16, u16)>,
+        /// The first processes of the other containers, whose namespaces may be joined, by id.
+        others: BTreeMap<String, i32>,
     },
     /// Start another process in it; descriptors and reply as for [`Request::Create`].
     Exec {

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::future::Future;
+use std::path::Path;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use containerd_shim_protos::api;
@@ -11,7 +12,7 @@ use containerd_shim_protos::shim_async::{Task, create_task};
 use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 use protobuf::{EnumOrUnknown, MessageField};
-use thaw_agent_api::SPEC_TYPE_URL;
+use thaw_agent_api::{NAMES_VALID_MS, SHARE, SPEC_TYPE_URL};
 use ttrpc::Code;
 use ttrpc::asynchronous::{Service, TtrpcContext};
 
@@ -24,6 +25,9 @@ use crate::status::Refusal;
 /// The second name under which the service is reached: the messages of version 3, whose name the
 /// generated code uses, are those of version 2.
 const NAME_V2: &str = "containerd.task.v2.Task";
+
+/// How much longer than it may names are left alone: the kernel counts in its own ticks.
+const LET_GO_MARGIN: Duration = Duration::from_millis(100);
 
 /// Name of the interface's version, for Connect.
 const VERSION: &str = "v2";
@@ -122,7 +126,13 @@ impl Task for TaskService {
         request: api::DeleteRequest,
     ) -> ttrpc::Result<api::DeleteResponse> {
         let outcome = self
-            .complete(|engine| async move { engine.delete(&request.id, &request.exec_id).await })
+            .complete(|engine| async move {
+                let outcome = engine.delete(&request.id, &request.exec_id).await?;
+                if request.exec_id.is_empty() {
+                    tokio::spawn(forget_files(request.id));
+                }
+                Ok(outcome)
+            })
             .await?;
         Ok(api::DeleteResponse {
             pid: outcome.pid.unsigned_abs(),
@@ -352,4 +362,11 @@ fn timestamp(time: SystemTime) -> MessageField<Timestamp> {
         nanos: i32::try_from(since.subsec_nanos()).unwrap_or(0),
         ..Default::default()
     })
+}
+
+/// Has the kernel let go of a deleted container's files, so that the host can: it finds their names
+/// gone when it looks at them after it may believe that they are still there.
+async fn forget_files(id: String) {
+    tokio::time::sleep(Duration::from_millis(NAMES_VALID_MS) + LET_GO_MARGIN).await;
+    let _ = std::fs::metadata(Path::new(SHARE).join("containers").join(id));
 }

@@ -9,6 +9,8 @@
 //!
 //! * `CreateTaskRequest.options` is an `Any` of [`SPEC_TYPE_URL`] with the OCI runtime spec as JSON,
 //!   all paths in it already those of the guest (`root.path` included); `rootfs` is empty.
+//! * `path` of a namespace in the spec is [`NAMESPACE_OF`] and the id of another container of the
+//!   guest, whose namespace of that type is joined.
 //! * `stdin`, `stdout`, `stderr` of Create and Exec are `stream://<id>` (see [`stream_uri`]), or
 //!   empty for none. The shim connects the streams at the same time as it sends the request; the
 //!   agent waits for them (bounded) before it answers.
@@ -35,6 +37,14 @@ pub const STREAM_PORT: u32 = 1025;
 
 /// Where the guest mounts the sandbox's file tree.
 pub const SHARE: &str = "/run/thaw/share";
+
+/// What stands before a container's id in the `path` of a namespace: the guest has other paths than
+/// the host, and pids that the host does not know.
+pub const NAMESPACE_OF: &str = "container:";
+
+/// How long the guest takes names and attributes of the file tree to be as they were, in
+/// milliseconds. The VMM's file server says so with each of its answers.
+pub const NAMES_VALID_MS: u64 = 1000;
 
 /// Type URL of an OCI runtime spec (JSON) in `CreateTaskRequest.options`.
 pub const SPEC_TYPE_URL: &str = "types.containerd.io/opencontainers/runtime-spec/1/Spec";

@@ -11,6 +11,7 @@ mod executor;
 mod journal;
 mod spec;
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::fs;
 use std::io::IoSlice;
@@ -106,7 +107,8 @@ fn carry_out(request: Request, descriptors: Vec<OwnedFd>) -> Outcome {
             place,
             terminal,
             window,
-        } => create(&place, Stdio::new(descriptors, terminal)?, window),
+            others,
+        } => create(&place, Stdio::new(descriptors, terminal)?, window, &others),
         Request::Exec {
             place,
             exec_id,
@@ -165,9 +167,14 @@ impl Stdio {
     }
 }
 
-fn create(place: &Place, stdio: Stdio, window: Option<(u16, u16)>) -> Outcome {
+fn create(
+    place: &Place,
+    stdio: Stdio,
+    window: Option<(u16, u16)>,
+    others: &BTreeMap<String, i32>,
+) -> Outcome {
     let received: Value = read_json(&place.bundle.join(RECEIVED_SPEC), "runtime spec")?;
-    let adapted = spec::adapt(received, &place.cgroup, stdio.is_terminal())?;
+    let adapted = spec::adapt(received, &place.cgroup, stdio.is_terminal(), others)?;
     for (file, value) in &adapted.network_settings {
         fs::write(Path::new("/proc/sys").join(file), value).map_err(|error| {
             Refusal::invalid(format!(

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
+use thaw_agent_api::NAMESPACE_OF;
 use tracing::debug;
 
 use crate::status::Refusal;
@@ -42,6 +43,10 @@ const REFUSED: [&str; 19] = [
     "/zos",
 ];
 
+/// Namespaces of other containers that can be joined: their types in the spec, which are the names of
+/// their files in procfs too.
+const JOINABLE: [&str; 3] = ["ipc", "uts", "pid"];
+
 /// Capability sets of a process, by their names in the spec.
 const CAPABILITY_SETS: [&str; 5] = [
     "bounding",
@@ -75,8 +80,14 @@ pub struct ProcessFacts {
     pub window: Option<(u16, u16)>,
 }
 
-/// Checks and changes a container's spec.
-pub fn adapt(mut spec: Value, cgroup: &str, terminal: bool) -> Result<Adapted, Refusal> {
+/// Checks and changes a container's spec. `others` are the first processes of the containers whose
+/// namespaces may be joined.
+pub fn adapt(
+    mut spec: Value,
+    cgroup: &str,
+    terminal: bool,
+    others: &BTreeMap<String, i32>,
+) -> Result<Adapted, Refusal> {
     for pointer in REFUSED {
         if spec.pointer(pointer).is_some_and(|value| !is_empty(value)) {
             return Err(unsupported(&dotted(pointer)));
@@ -100,7 +111,7 @@ pub fn adapt(mut spec: Value, cgroup: &str, terminal: bool) -> Result<Adapted, R
     if !spec.get("linux").is_some_and(Value::is_object) {
         return Err(Refusal::invalid("linux: missing in the spec"));
     }
-    adapt_namespaces(&mut spec["linux"])?;
+    adapt_namespaces(&mut spec["linux"], others)?;
     let network_settings = take_network_settings(&mut spec["linux"])?;
     spec["linux"]["cgroupsPath"] = json!(cgroup);
     let process = spec
@@ -230,7 +241,7 @@ fn check_mounts(spec: &Value) -> Result<(), Refusal> {
 }
 
 /// Containers share the guest's network: its interface is theirs. What cannot be joined is refused.
-fn adapt_namespaces(linux: &mut Value) -> Result<(), Refusal> {
+fn adapt_namespaces(linux: &mut Value, others: &BTreeMap<String, i32>) -> Result<(), Refusal> {
     let empty = Vec::new();
     let given = linux
         .get("namespaces")
@@ -247,18 +258,39 @@ fn adapt_namespaces(linux: &mut Value) -> Result<(), Refusal> {
             "user" => return Err(unsupported("linux.namespaces: user")),
             _ => {}
         }
+        let mut namespace = namespace.clone();
         if namespace.get("path").is_some_and(|path| !is_empty(path)) {
-            return Err(unsupported(&format!(
-                "linux.namespaces[{index}].path ({kind})"
-            )));
+            let field = format!("linux.namespaces[{index}].path ({kind})");
+            namespace["path"] = json!(namespace_of(&namespace["path"], kind, &field, others)?);
         }
-        kept.push(namespace.clone());
+        kept.push(namespace);
     }
     if !kept.iter().any(|namespace| namespace["type"] == "mount") {
         return Err(unsupported("linux.namespaces: without a mount namespace"));
     }
     linux["namespaces"] = json!(kept);
     Ok(())
+}
+
+/// The path of another container's namespace.
+fn namespace_of(
+    path: &Value,
+    kind: &str,
+    field: &str,
+    others: &BTreeMap<String, i32>,
+) -> Result<String, Refusal> {
+    let id = path
+        .as_str()
+        .and_then(|path| path.strip_prefix(NAMESPACE_OF));
+    let Some(id) = id.filter(|_| JOINABLE.contains(&kind)) else {
+        return Err(unsupported(field));
+    };
+    match others.get(id) {
+        Some(pid) => Ok(format!("/proc/{pid}/ns/{kind}")),
+        None => Err(Refusal::state(format!(
+            "{field}: container {id} does not run"
+        ))),
+    }
 }
 
 /// Takes the settings of the network out of `linux.sysctl`: libcontainer would refuse them, as the

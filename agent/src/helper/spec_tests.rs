@@ -23,7 +23,8 @@ fn set(spec: &mut Value, pointer: &str, value: Value) {
 }
 
 fn adapted(spec: Value) -> Result<Adapted, Refusal> {
-    adapt(spec, "/thaw/c", false)
+    let others = [("pause".to_owned(), 7)].into();
+    adapt(spec, "/thaw/c", false, &others)
 }
 
 #[test]
@@ -82,6 +83,10 @@ fn test_namespaces_that_cannot_be_had_are_refused() {
             "linux.namespaces[1].path (pid)",
         ),
         (
+            json!([{"type": "mount", "path": "container:pause"}]),
+            "linux.namespaces[0].path (mount)",
+        ),
+        (
             json!([{"type": "mount"}, {"type": "user"}]),
             "linux.namespaces: user",
         ),
@@ -99,6 +104,26 @@ fn test_namespaces_that_cannot_be_had_are_refused() {
             format!("{name}: not supported")
         );
     }
+}
+
+#[test]
+fn test_namespaces_of_other_containers_are_joined_while_those_run() {
+    let with = |path: &str| {
+        let mut spec = spec();
+        spec["linux"]["namespaces"] = json!([{"type": "mount"}, {"type": "ipc", "path": path}]);
+        adapted(spec)
+    };
+    let adapted = with("container:pause").unwrap();
+    assert_eq!(
+        adapted.spec["linux"]["namespaces"][1],
+        json!({"type": "ipc", "path": "/proc/7/ns/ipc"})
+    );
+    let refusal = with("container:other").unwrap_err();
+    assert_eq!(refusal.code, Code::FAILED_PRECONDITION);
+    assert_eq!(
+        refusal.message,
+        "linux.namespaces[1].path (ipc): container other does not run"
+    );
 }
 
 #[test]
@@ -151,7 +176,7 @@ fn test_cgroup_and_terminal_are_the_agents_choice() {
     let mut spec = spec();
     set(&mut spec, "/linux/cgroupsPath", json!("/kubepods/x"));
     set(&mut spec, "/process/terminal", json!(false));
-    let adapted = adapt(spec, "/thaw/c", true).unwrap();
+    let adapted = adapt(spec, "/thaw/c", true, &BTreeMap::new()).unwrap();
     assert_eq!(adapted.spec["linux"]["cgroupsPath"], "/thaw/c");
     assert_eq!(adapted.spec["process"]["terminal"], true);
 }

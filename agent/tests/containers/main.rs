@@ -6,6 +6,7 @@
 
 mod confinement;
 mod exec;
+mod group;
 mod guest;
 mod life;
 mod stdio;
