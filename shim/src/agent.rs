@@ -11,7 +11,7 @@ use containerd_shim_protos::api::{
 };
 use protobuf::Message;
 use protobuf::well_known_types::empty::Empty;
-use thaw_agent_api::agent::{ConfigureRequest, Event, EventsRequest};
+use thaw_agent_api::agent::{ConfigureRequest, Event, EventsRequest, InfoRequest, InfoResponse};
 use thaw_agent_api::agent_ttrpc::SandboxClient;
 use tokio::net::UnixStream;
 use ttrpc::asynchronous::{Client, ClientStreamReceiver, transport::Socket};
@@ -64,6 +64,14 @@ impl Agent {
             .configure(context, request)
             .await
             .map(drop)
+    }
+
+    /// Ask what the guest is: whether it answers.
+    pub async fn info(&self) -> ttrpc::Result<InfoResponse> {
+        let context = ttrpc::context::with_duration(KILL_LIMIT);
+        SandboxClient::new(self.client.clone())
+            .info(context, &InfoRequest::new())
+            .await
     }
 
     /// Listen to what the agent says unasked from now on.

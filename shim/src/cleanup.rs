@@ -12,6 +12,7 @@ use thaw_fault_points::point;
 
 use crate::cgroup;
 use crate::facts::{self, Exit, Facts, FactsFile, KILLED};
+use crate::process_identity::ProcessIdentity;
 
 /// How long a killed process may take to be gone. Together less than `delete` may take.
 const KILL_LIMIT: Duration = Duration::from_secs(1);
@@ -29,10 +30,15 @@ pub struct Deleted {
 }
 
 /// Delete the container `id`, whose bundle is `bundle`, of the sandbox in `directory`. The sandbox
-/// goes with it, unless it has another container: containerd asks for this after every container,
-/// also while the others live. One of another containerd stays too.
+/// goes with it, unless it goes on for others: containerd asks for this after every container, also
+/// while the others live. One of another containerd stays too.
 pub fn delete(directory: &Path, id: &str, bundle: &Path) -> io::Result<Deleted> {
     point("delete-begun");
+    // When a shim is killed containerd asks at once for all its containers.
+    let lock = File::open(directory);
+    if let Ok(lock) = &lock {
+        flock(lock, FlockOperation::LockExclusive)?;
+    }
     let facts = FactsFile::read(directory);
     if let Ok(Some(facts)) = &facts
         && facts.are_of_another(id, bundle)
@@ -46,27 +52,53 @@ pub fn delete(directory: &Path, id: &str, bundle: &Path) -> io::Result<Deleted> 
         .as_ref()
         .ok()
         .and_then(|facts| facts.as_ref()?.container(id).cloned());
+    let anchor = container.as_ref().and_then(|container| container.anchor);
     let deleted = Deleted {
-        pid: container
-            .as_ref()
-            .and_then(|c| c.anchor)
-            .map_or(0, |anchor| anchor.pid),
+        pid: anchor.map_or(0, |anchor| anchor.pid),
         exit: container
             .and_then(|c| c.exit)
             .unwrap_or_else(|| Exit::now(KILLED)),
     };
     match facts {
-        Ok(Some(facts)) if facts.containers.keys().any(|other| other != id) => {}
-        Ok(Some(facts)) => remove(directory, &facts)?,
+        // Its shim ends a container whose anchor is killed.
+        Ok(Some(facts)) if facts.goes_on_without(id) => {
+            if let Some(anchor) = anchor {
+                kill("anchor", anchor, &facts)?;
+            }
+        }
+        Ok(Some(facts)) => remove_container(directory, facts, id)?,
         // Never written, or damaged by a crash of the host: nothing of it is left but this.
         Ok(None) | Err(_) => facts::remove_directory(directory)?,
     }
     Ok(deleted)
 }
 
+/// Remove container `id` and all of its sandbox but what containerd will still ask for: how other
+/// containers have ended whose bundles it has.
+fn remove_container(directory: &Path, mut facts: Facts, id: &str) -> io::Result<()> {
+    facts
+        .containers
+        .retain(|other, container| other == id || fs::metadata(&container.bundle).is_ok());
+    if facts.containers.keys().all(|other| other == id) {
+        return remove(directory, &facts);
+    }
+    end(&facts)?;
+    let file = FactsFile::adopt(directory, facts);
+    file.update(|facts| {
+        facts.containers.remove(id);
+        (facts.shim, facts.vmm, facts.cgroup) = (None, None, None);
+    })
+}
+
 /// Remove everything that `facts`, those in `directory`, tell of. What can be removed is, also when
 /// something else cannot; the first reason is returned.
 pub fn remove(directory: &Path, facts: &Facts) -> io::Result<()> {
+    end(facts)?;
+    facts::remove_directory(directory)
+}
+
+/// End all processes of a sandbox, and remove what it has outside of its directory.
+fn end(facts: &Facts) -> io::Result<()> {
     let mut result = Ok(());
     let mut attempt = |done: io::Result<()>| {
         if result.is_ok() {
@@ -85,14 +117,7 @@ pub fn remove(directory: &Path, facts: &Facts) -> io::Result<()> {
         let Some(process) = process.filter(|process| process.pid != std::process::id()) else {
             continue;
         };
-        attempt(match process.kill(KILL_LIMIT) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(io::Error::other(format!(
-                "the {what} of sandbox {} (pid {}) was killed and is still there after {KILL_LIMIT:?}",
-                facts.sandbox, process.pid
-            ))),
-            Err(error) => Err(error),
-        });
+        attempt(kill(what, process, facts));
     }
     point("cleanup-killed");
     if let Some(path) = &facts.cgroup {
@@ -104,7 +129,18 @@ pub fn remove(directory: &Path, facts: &Facts) -> io::Result<()> {
         _ => Ok(()),
     });
     point("cleanup-socket");
-    result.and_then(|()| facts::remove_directory(directory))
+    result
+}
+
+/// Kill a process and see that it is gone.
+fn kill(what: &str, process: ProcessIdentity, facts: &Facts) -> io::Result<()> {
+    if process.kill(KILL_LIMIT)? {
+        return Ok(());
+    }
+    Err(io::Error::other(format!(
+        "the {what} of sandbox {} (pid {}) was killed and is still there after {KILL_LIMIT:?}",
+        facts.sandbox, process.pid
+    )))
 }
 
 /// A sandbox that was found without its shim, and what came of removing it.
@@ -131,8 +167,11 @@ pub fn sweep(root: &Path) {
     }
     // Nobody is there to be told; `thaw gc` tells.
     let _ = collect(root, |facts| {
-        let bundle = &facts.bundle;
-        !bundle.as_os_str().is_empty() && fs::metadata(bundle).is_err()
+        let containers = facts.containers.values();
+        let mut bundles = containers
+            .map(|container| &container.bundle)
+            .chain([&facts.bundle]);
+        bundles.all(|bundle| !bundle.as_os_str().is_empty() && fs::metadata(bundle).is_err())
     });
 }
 
@@ -285,6 +324,83 @@ mod tests {
         assert!(file.directory().exists());
         shim.kill().unwrap();
         shim.wait().unwrap();
+    }
+
+    /// A group without a shim: each of its containers is asked for, all at once even.
+    #[test]
+    fn test_the_exits_of_a_dead_group_are_told_one_by_one() {
+        for at_once in [false, true] {
+            let root = tempfile::tempdir().unwrap();
+            let (mut vmm, vmm_id) = process();
+            let mut facts = facts(root.path(), "pod");
+            (facts.group, facts.vmm) = (true, Some(vmm_id));
+            let exit = |status| Some(Exit { status, at_ns: 1 });
+            for status in 1..=4 {
+                let bundle = root.path().join(format!(".{status}"));
+                fs::create_dir(&bundle).unwrap();
+                let container = ContainerFacts {
+                    bundle,
+                    exit: exit(status),
+                    ..ContainerFacts::default()
+                };
+                facts.containers.insert(status.to_string(), container);
+            }
+            let file = FactsFile::create(root.path(), facts).unwrap();
+            let told = |status: u32| {
+                let bundle = root.path().join(format!(".{status}"));
+                let deleted = delete(file.directory(), &status.to_string(), &bundle);
+                assert_eq!(deleted.unwrap().exit.status, status);
+            };
+            if at_once {
+                std::thread::scope(|scope| {
+                    (1..=4).for_each(|status| drop(scope.spawn(move || told(status))));
+                });
+            } else {
+                told(1);
+                assert!(!vmm.wait().unwrap().success());
+                // Nobody will ask for one whose bundle is gone.
+                fs::remove_dir(root.path().join(".2")).unwrap();
+                told(3);
+                assert!(file.directory().exists());
+                sweep(root.path());
+                assert!(file.directory().exists());
+                told(4);
+            }
+            assert!(!file.directory().exists());
+            let _ = vmm.wait();
+        }
+    }
+
+    #[test]
+    fn test_a_group_s_shim_ends_when_it_is_told_to() {
+        let root = tempfile::tempdir().unwrap();
+        let (mut shim, shim_id) = process();
+        let (mut anchor, anchor_id) = process();
+        let mut facts = facts(root.path(), "pod");
+        (facts.group, facts.shim) = (true, Some(shim_id));
+        let file = FactsFile::create(root.path(), facts).unwrap();
+        // Its last container has been deleted, and another may be on its way.
+        delete(file.directory(), "last", Path::new("/b")).unwrap();
+        assert!(shim_id.is_alive() && file.directory().exists());
+        // One of two is ended by the end of its anchor.
+        file.update(|facts| {
+            for (id, anchor) in [("one", None), ("two", Some(anchor_id))] {
+                facts.containers.insert(id.into(), container(anchor, None));
+            }
+        })
+        .unwrap();
+        delete(file.directory(), "two", Path::new("/b")).unwrap();
+        assert!(!anchor.wait().unwrap().success());
+        assert!(shim_id.is_alive() && file.directory().exists());
+
+        file.update(|facts| {
+            facts.containers.clear();
+            facts.ending = true;
+        })
+        .unwrap();
+        delete(file.directory(), "last", Path::new("/b")).unwrap();
+        assert!(!shim.wait().unwrap().success());
+        assert!(!file.directory().exists());
     }
 
     #[test]

@@ -5,21 +5,26 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use thaw_fault_points::point;
 use tokio::io::AsyncReadExt;
-use tokio::sync::{Mutex as AsyncMutex, watch};
+use tokio::sync::{Mutex as AsyncMutex, OnceCell, watch};
 use tokio::task::JoinHandle;
+use tracing::{debug, warn};
 
 use crate::agent::Agent;
 use crate::anchor::{Anchor, REPORT_LENGTH};
 use crate::error::TaskError;
 use crate::mounts::ContainerMounts;
 use crate::process::{Life, Process};
+use crate::trace::Recorder;
 
 /// A container, from the moment its creation begins.
 #[derive(Debug)]
 pub struct Container {
     /// Its id.
     pub id: String,
+    /// Its id for the agent and in the export, which is never used twice in a sandbox.
+    pub guest_id: String,
     /// Its bundle.
     pub bundle: PathBuf,
     /// The host process whose pid is the container's.
@@ -30,6 +35,10 @@ pub struct Container {
     pub init: Arc<Process>,
     /// The agent, once the container has been created in the guest.
     pub agent: OnceLock<Agent>,
+    /// When the steps of its start were done.
+    pub trace: Arc<Recorder>,
+    released: OnceCell<()>,
+    given_up: watch::Sender<bool>,
     execs: Mutex<Execs>,
     anchor_ended: watch::Receiver<bool>,
     creation: watch::Sender<Creation>,
@@ -67,15 +76,37 @@ pub struct Exec {
     started: Mutex<bool>,
 }
 
+/// What there is of a container before it is created.
+#[derive(Debug)]
+pub struct Parts {
+    /// Its id.
+    pub id: String,
+    /// Its id for the agent and in the export.
+    pub guest_id: String,
+    /// Its bundle.
+    pub bundle: PathBuf,
+    /// Its anchor, started.
+    pub anchor: Anchor,
+    /// Its mounts, none of which is made.
+    pub mounts: ContainerMounts,
+    /// Its first process.
+    pub init: Process,
+    /// The trace of its start.
+    pub trace: Arc<Recorder>,
+}
+
 impl Container {
-    /// A container with a started anchor.
-    pub fn new(
-        id: String,
-        bundle: PathBuf,
-        anchor: Anchor,
-        mounts: ContainerMounts,
-        init: Process,
-    ) -> std::io::Result<Self> {
+    /// A container of these parts.
+    pub fn new(parts: Parts) -> std::io::Result<Self> {
+        let Parts {
+            id,
+            guest_id,
+            bundle,
+            anchor,
+            mounts,
+            init,
+            trace,
+        } = parts;
         let (ended, anchor_ended) = watch::channel(false);
         let pidfd = anchor.pidfd().try_clone_to_owned()?;
         tokio::spawn(async move {
@@ -86,11 +117,15 @@ impl Container {
         });
         Ok(Self {
             id,
+            guest_id,
             bundle,
             anchor,
             mounts,
             init: Arc::new(init),
             agent: OnceLock::new(),
+            trace,
+            released: OnceCell::new(),
+            given_up: watch::Sender::new(false),
             execs: Mutex::default(),
             anchor_ended,
             creation: watch::Sender::new(Creation::UnderWay),
@@ -120,6 +155,36 @@ impl Container {
         let mut ended = self.anchor_ended.clone();
         // The sender is dropped only after it has sent.
         let _ = ended.wait_for(|ended| *ended).await;
+    }
+
+    /// End the anchor and take the container's mounts away. Done once; whoever calls it meanwhile
+    /// or later waits until it is done.
+    pub async fn release(self: &Arc<Self>) {
+        let release = async {
+            self.anchor.kill();
+            self.anchor_ended().await;
+            debug!(container = self.id, "the anchor is gone");
+            point("shim-anchor-ended");
+            let container = self.clone();
+            let unmounted = tokio::task::spawn_blocking(move || container.mounts.unmount()).await;
+            match unmounted.unwrap_or_else(|error| Err(error.into())) {
+                Ok(()) => debug!(container = self.id, "the mounts are gone"),
+                Err(error) => warn!(container = self.id, %error, "unmounting a container"),
+            }
+        };
+        self.released.get_or_init(|| release).await;
+    }
+
+    /// The container does not end, and its guest is needed by others: count it as ended.
+    pub fn give_up(&self) {
+        self.given_up.send_replace(true);
+    }
+
+    /// Wait until the container has been given up.
+    pub async fn given_up(&self) {
+        let mut given_up = self.given_up.subscribe();
+        // The sender is this container's.
+        let _ = given_up.wait_for(|given_up| *given_up).await;
     }
 
     /// The agent, or why there is none to ask.

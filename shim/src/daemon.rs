@@ -29,7 +29,7 @@ use crate::facts::FactsFile;
 use crate::mounts;
 use crate::paths::{Installation, RUNTIME_DIRECTORY};
 use crate::process_identity::ProcessIdentity;
-use crate::sandbox::{Home, Plan, Sandbox, Seed};
+use crate::sandbox::{Home, Ingredients, Plan, Sandbox, Seed};
 use crate::spec::{self, BundleSpec};
 use crate::task;
 use crate::trace::Recorder;
@@ -121,6 +121,7 @@ impl Start {
             namespace: namespace.clone(),
             mount_namespace: mount_namespace.into(),
             traces: crate::trace::directory(),
+            empty: empty_directory(),
         });
         let seed = prepare(&id, bundle, spec, vmm_network, &facts, &trace);
         match runtime.and_then(|runtime| Ok((runtime, home?))) {
@@ -151,7 +152,7 @@ async fn end_unless_confirmed(confirmation: Confirmation, sandbox: Arc<Sandbox>)
         reader.read_u8().await
     };
     if let Err(error) = confirmed.await
-        && sandbox.is_empty()
+        && sandbox.close_unless_used()
     {
         warn!(%error, "containerd does not know of this shim");
         sandbox.finish();
@@ -175,8 +176,7 @@ fn prepare(
     mounts::make_export(&facts.export()).map_err(words)?;
     point("shim-exported");
     trace.mark("file tree made");
-    let empty = Path::new(RUNTIME_DIRECTORY).join(".empty");
-    let anchor = Anchor::start(&empty, spec.view.network_namespace())
+    let anchor = Anchor::start(&empty_directory(), spec.view.network_namespace())
         .map_err(|error| format!("starting the anchor of {id}: {error}"))?;
     point("shim-anchored");
     trace.mark("anchor started");
@@ -194,12 +194,17 @@ fn prepare(
         cgroup,
         oom_score_adj,
     };
-    Ok(Seed {
+    let ingredients = Ingredients {
         bundle,
         spec,
         anchor,
-        plan,
-    })
+    };
+    Ok(Seed { ingredients, plan })
+}
+
+/// The root of all anchors.
+fn empty_directory() -> PathBuf {
+    Path::new(RUNTIME_DIRECTORY).join(".empty")
 }
 
 /// Bytes of memory that the host has.

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::paths::RUNTIME_DIRECTORY;
 use crate::process_identity::ProcessIdentity;
+use crate::spec::Siblings;
 
 /// Counts up when the meaning of a field changes.
 const FORMAT: u32 = 1;
@@ -43,6 +44,12 @@ pub struct Facts {
     /// The cgroup that the VMM is moved to.
     #[serde(default)]
     pub cgroup: Option<PathBuf>,
+    /// Whether it was started for a group of containers, of which any may be the last.
+    #[serde(default)]
+    pub group: bool,
+    /// The shim was told to end.
+    #[serde(default)]
+    pub ending: bool,
     /// The containers, by id.
     #[serde(default)]
     pub containers: BTreeMap<String, ContainerFacts>,
@@ -84,6 +91,22 @@ impl Facts {
         self.containers
             .get(id)
             .or(deleted.map(|(_, container)| container))
+    }
+
+    /// Whether the sandbox goes on without container `id`: its shim runs, and there are other
+    /// containers or, in a group, there may be more.
+    pub fn goes_on_without(&self, id: &str) -> bool {
+        let others = self.containers.keys().any(|other| other != id);
+        let unknown = self.group && !self.containers.contains_key(id);
+        self.is_alive() && !self.ending && (others || unknown)
+    }
+
+    /// The containers, by the pids that are reported for them.
+    pub fn siblings(&self) -> Siblings {
+        let containers = self.containers.iter();
+        containers
+            .filter_map(|(id, container)| Some((container.anchor?.pid, id.clone())))
+            .collect()
     }
 
     /// Whether the shim runs.
@@ -160,6 +183,14 @@ impl FactsFile {
             ));
         }
         Ok(file)
+    }
+
+    /// The facts in `directory`, of a sandbox without a shim, to be changed.
+    pub fn adopt(directory: &Path, facts: Facts) -> Self {
+        Self {
+            directory: directory.to_owned(),
+            facts: Mutex::new(facts),
+        }
     }
 
     /// The facts in `directory`; `None` where there are none.

@@ -138,6 +138,11 @@ impl Vmm {
         self.ended.borrow().is_some() && !self.killed.load(Ordering::Relaxed)
     }
 
+    /// Why it has ended, if it has.
+    pub fn end(&self) -> Option<String> {
+        self.ended.borrow().clone()
+    }
+
     /// Wait until the process has ended and been reaped; returns why, in words.
     pub async fn wait_for_end(&self) -> String {
         let mut ended = self.ended.clone();

@@ -27,7 +27,7 @@ use thaw_fault_points::point;
 
 use crate::cleanup;
 use crate::daemon::Start;
-use crate::facts::{self, Facts, FactsFile};
+use crate::facts::{self, ContainerFacts, Facts, FactsFile};
 use crate::flags::{Action, Flags};
 use crate::network;
 use crate::process::timestamp;
@@ -71,8 +71,10 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
     let bootstrap = Bootstrap::read(&flags.id, &flags.namespace)?;
     let bundle = std::env::current_dir()?;
     let spec = BundleSpec::read(&bundle).map_err(io::Error::other)?;
-    spec.view.check().map_err(io::Error::other)?;
     let sandbox = spec.view.group().unwrap_or(&flags.id).to_owned();
+    let running = running_sandbox(&flags.namespace, &sandbox)?;
+    let siblings = running.as_ref().map(Facts::siblings).unwrap_or_default();
+    spec.view.check(&siblings).map_err(io::Error::other)?;
     let trace = Recorder::new(&flags.namespace, &flags.id, origin_ns);
     trace.mark("spec read");
 
@@ -86,13 +88,27 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
     let reply = Reply::new(&socket, bootstrap.is_modern());
     // Until the socket is bound, so that of two starts for one sandbox the second finds it.
     let claiming = lock_starts()?;
-    if socket::is_served(&socket) {
+    // Again: of two starts for one sandbox the second has waited for the first.
+    let running = running_sandbox(&flags.namespace, &sandbox)?;
+    if running.is_some() && socket::is_served(&socket) {
         // The sandbox of a pod: its shim serves this container too.
         reply.give(&bundle)?;
         return Ok(ExitCode::SUCCESS);
     }
 
-    let facts = claim(flags, &sandbox, &bundle, &socket)?;
+    if spec.view.is_pod_member() && sandbox != flags.id {
+        return Err(io::Error::other(format!(
+            "container {}: its pod's sandbox {sandbox} does not run: start the pod anew",
+            flags.id
+        )));
+    }
+    let facts = claim(
+        flags,
+        &sandbox,
+        &bundle,
+        &socket,
+        spec.view.group().is_some(),
+    )?;
     point("start-noted");
     let listener = match socket::bind(&socket)? {
         Bound::New(listener) => listener,
@@ -155,8 +171,22 @@ fn lock_starts() -> io::Result<File> {
     Ok(file)
 }
 
+/// The facts of `sandbox` if it runs and is not about to end.
+fn running_sandbox(namespace: &str, sandbox: &str) -> io::Result<Option<Facts>> {
+    let directory = facts::sandbox_directory(facts::root(), namespace, sandbox)?;
+    // Damaged ones are no running sandbox's.
+    let facts = FactsFile::read(&directory).ok().flatten();
+    Ok(facts.filter(|facts| facts.is_alive() && !facts.ending))
+}
+
 /// Remove what an earlier sandbox of this name has left, and write down what is going to be made.
-fn claim(flags: &Flags, sandbox: &str, bundle: &Path, socket: &Path) -> io::Result<FactsFile> {
+fn claim(
+    flags: &Flags,
+    sandbox: &str,
+    bundle: &Path,
+    socket: &Path,
+    group: bool,
+) -> io::Result<FactsFile> {
     let directory = facts::sandbox_directory(facts::root(), &flags.namespace, sandbox)?;
     if directory.exists() {
         match FactsFile::read(&directory) {
@@ -174,9 +204,16 @@ fn claim(flags: &Flags, sandbox: &str, bundle: &Path, socket: &Path) -> io::Resu
             Ok(None) | Err(_) => facts::remove_directory(&directory)?,
         }
     }
+    // Before it is created: whoever asks for its deletion is not asked for another's.
+    let container = ContainerFacts {
+        bundle: bundle.to_owned(),
+        ..ContainerFacts::default()
+    };
     let facts = Facts {
         namespace: flags.namespace.clone(),
         sandbox: sandbox.to_owned(),
+        group,
+        containers: [(flags.id.clone(), container)].into(),
         bundle: bundle.to_owned(),
         socket: socket.to_owned(),
         shim: Some(ProcessIdentity::current()?),

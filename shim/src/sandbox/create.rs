@@ -1,66 +1,61 @@
-//! Creating the container.
+//! Creating a container.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use containerd_shim_protos::api::{CreateTaskRequest, Mount as ApiMount};
+use containerd_shim_protos::api::{CreateTaskRequest, DeleteRequest, Mount as ApiMount};
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
 use containerd_shim_protos::topics::TASK_CREATE_EVENT_TOPIC;
 use protobuf::well_known_types::any::Any;
 use thaw_agent_api::{SPEC_TYPE_URL, STREAM_PORT};
 use thaw_fault_points::point;
 use thaw_vmm_control::Request;
-use tokio::task::JoinHandle;
-use tracing::warn;
+use tokio::sync::oneshot;
+use tracing::debug;
 
-use super::{Parts, Sandbox};
+use super::guest::Awake;
+use super::{Ingredients, Sandbox};
 use crate::agent::Agent;
-use crate::container::Container;
+use crate::anchor::Anchor;
+use crate::container::{Container, Parts};
 use crate::error::TaskError;
 use crate::facts::{ContainerFacts, Exit, KILLED};
 use crate::mounts::ContainerMounts;
 use crate::process::Process;
 use crate::spec::{BundleSpec, guest_spec};
 use crate::stdio::{Connections, Context, Paths, Stdio, Streams};
+use crate::trace::{Recorder, monotonic_ns};
 use crate::vmm::Vmm;
 
 /// What a creation needs beside the container.
 struct Making {
     spec: BundleSpec,
     rootfs: Vec<ApiMount>,
-    guest: JoinHandle<Result<Arc<Vmm>, TaskError>>,
 }
 
 impl Sandbox {
-    /// Create the container, up to the moment before its program is executed. Returns its pid. When
-    /// it fails nothing of the container or its VM is left.
+    /// Create a container, up to the moment before its program is executed. Returns its pid. When
+    /// it fails nothing of the container is left, nor of the VM when it is without one then.
     pub async fn create(self: Arc<Self>, request: CreateTaskRequest) -> Result<u32, TaskError> {
-        self.trace.mark("Create received");
-        let (container, making) = self.admit(&request)?;
+        let (container, making) = self.admit(&request).await?;
         point("shim-admitted");
-        let restoring = making.guest.abort_handle();
         match self.make(&container, making).await {
             Ok(agent) => {
-                self.trace.mark("container created");
+                container.trace.mark("container created");
                 point("shim-created");
-                // Asked for before the program can run.
-                let events = agent.events().await;
                 container.set_created(agent);
                 self.publish_create(&container, &request);
-                match events {
-                    Ok(events) => {
-                        let telling = self.clone().tell_memory_kills(container.clone(), events);
-                        tokio::spawn(telling);
-                    }
-                    Err(error) => warn!(%error, "the guest will not tell of kills for memory"),
-                }
                 tokio::spawn(self.clone().watch(container.clone()));
                 Ok(container.pid())
             }
             Err(error) => {
-                restoring.abort();
                 let error = self.with_memory_limit(error);
-                self.tear_down().await;
-                self.lock_container().take();
+                if self.close_if_alone(&container) {
+                    self.tear_down().await;
+                } else {
+                    container.release().await;
+                }
+                self.remove(&container);
                 self.note(|facts| drop(facts.containers.remove(&container.id)));
                 // Whoever has asked for its end before is told of it.
                 container.init.set_stopped(Exit::now(KILLED));
@@ -71,36 +66,55 @@ impl Sandbox {
     }
 
     /// Check a request and make the place for its container.
-    fn admit(&self, request: &CreateTaskRequest) -> Result<(Arc<Container>, Making), TaskError> {
+    async fn admit(
+        &self,
+        request: &CreateTaskRequest,
+    ) -> Result<(Arc<Container>, Making), TaskError> {
         let id = &request.id;
         if !request.checkpoint.is_empty() {
             let text = "restoring a container from a checkpoint is not supported".to_owned();
             return Err(TaskError::InvalidArgument(text));
         }
-        let mut place = self.lock_container();
-        if let Some(other) = &*place {
-            return Err(if other.id == *id {
-                TaskError::AlreadyExists(format!("container {id} already exists"))
-            } else {
-                only_one(id, &other.id)
-            });
-        }
-        let Parts {
+        self.lock_containers().check_free(id)?;
+        let prepared = self.take_prepared(id);
+        let first = prepared.is_some();
+        let (ingredients, trace) = match prepared {
+            Some(ingredients) => (ingredients?, self.trace.clone()),
+            None => {
+                let trace = Recorder::new(&self.home.namespace, id, monotonic_ns());
+                (self.find_ingredients(request).await?, Arc::new(trace))
+            }
+        };
+        trace.mark("Create received");
+        let Ingredients {
             bundle,
             spec,
             anchor,
-            guest,
-        } = self.take_parts(id)?;
+        } = ingredients;
         let paths = Paths {
             stdin: request.stdin.clone(),
             stdout: request.stdout.clone(),
             stderr: request.stderr.clone(),
             terminal: request.terminal,
         };
-        let mounts = ContainerMounts::new(&self.facts.export(), id);
-        let init = Process::new("", String::new(), paths);
-        let container = Container::new(id.clone(), bundle, anchor, mounts, init)
-            .map_err(|error| TaskError::Failed(format!("watching the anchor: {error}")))?;
+        let mut containers = self.lock_containers();
+        // Again: another request for it may have come in meanwhile.
+        containers.check_free(id)?;
+        let guest_id = match first {
+            true => id.clone(),
+            false => containers.next_guest_id(id),
+        };
+        let mounts = ContainerMounts::new(&self.facts.export(), &guest_id);
+        let container = Container::new(Parts {
+            id: id.clone(),
+            guest_id,
+            bundle,
+            anchor,
+            mounts,
+            init: Process::new("", String::new(), paths),
+            trace,
+        })
+        .map_err(|error| TaskError::Failed(format!("watching the anchor: {error}")))?;
         let container = Arc::new(container);
         let facts = ContainerFacts {
             bundle: container.bundle.clone(),
@@ -110,39 +124,50 @@ impl Sandbox {
         self.facts
             .update(|all| drop(all.containers.insert(id.clone(), facts)))
             .map_err(|error| TaskError::Failed(format!("writing the sandbox's facts: {error}")))?;
-        *place = Some(container.clone());
-        Ok((
-            container,
-            Making {
-                spec,
-                rootfs: request.rootfs.clone(),
-                guest,
-            },
-        ))
+        containers.add(container.clone());
+        let rootfs = request.rootfs.clone();
+        Ok((container, Making { spec, rootfs }))
     }
 
-    /// What was prepared for container `id`.
-    fn take_parts(&self, id: &str) -> Result<Parts, TaskError> {
+    /// What was prepared for container `id`, if the sandbox was started for it.
+    fn take_prepared(&self, id: &str) -> Option<Result<Ingredients, TaskError>> {
         let mut prepared = self.lock_prepared();
-        if let Some(other) = prepared.as_ref().filter(|prepared| prepared.id != id) {
-            return Err(only_one(id, &other.id));
-        }
-        match prepared.take() {
-            Some(prepared) => prepared.parts.map_err(TaskError::Failed),
-            None => {
-                let text = format!("container {id}: its sandbox has ended");
-                Err(TaskError::FailedPrecondition(text))
-            }
-        }
+        let prepared = prepared.take_if(|prepared| prepared.id == *id)?;
+        Some(prepared.ingredients.map_err(TaskError::Failed))
+    }
+
+    /// Make what a container needs for which the sandbox was not started.
+    async fn find_ingredients(
+        &self,
+        request: &CreateTaskRequest,
+    ) -> Result<Ingredients, TaskError> {
+        let id = request.id.clone();
+        let bundle = PathBuf::from(&request.bundle);
+        let empty = self.home.empty.clone();
+        let siblings = self.siblings();
+        let find = move || {
+            let spec = BundleSpec::read(&bundle)
+                .map_err(|error| TaskError::InvalidArgument(error.to_string()))?;
+            spec.view
+                .check(&siblings)
+                .map_err(|error| TaskError::InvalidArgument(error.to_string()))?;
+            let anchor = Anchor::start(&empty, spec.view.network_namespace()).map_err(|error| {
+                TaskError::Failed(format!("starting the anchor of {id}: {error}"))
+            })?;
+            Ok(Ingredients {
+                bundle,
+                spec,
+                anchor,
+            })
+        };
+        tokio::task::spawn_blocking(find)
+            .await
+            .map_err(|error| TaskError::Failed(error.to_string()))?
     }
 
     /// Everything that a creation is, all at the same time where it can be.
     async fn make(&self, container: &Arc<Container>, making: Making) -> Result<Agent, TaskError> {
-        let Making {
-            spec,
-            rootfs,
-            guest,
-        } = making;
+        let Making { spec, rootfs } = making;
         let BundleSpec { json, view } = spec;
         let failed = |error: std::io::Error| TaskError::Failed(error.to_string());
         let context = self.logger_context(&container.id);
@@ -160,28 +185,23 @@ impl Sandbox {
             async {
                 let bound = (&mut mounts).await.map_err(|error| failed(error.into()))?;
                 point("shim-mounted");
-                self.trace.mark("mounts made");
+                container.trace.mark("mounts made");
                 bound.map_err(failed)
             },
             async {
                 container.anchor_ready().await.map_err(failed)?;
-                self.trace.mark("anchor ready");
+                container.trace.mark("anchor ready");
                 Ok(())
             },
             async {
-                let awake = async {
-                    let vmm = guest.await.map_err(|error| failed(error.into()))??;
-                    let agent = self.wake(&vmm, view.hostname).await?;
-                    Ok((vmm, agent))
-                };
                 // A template may have to be built first, which takes longer than clients wait.
                 tokio::select! {
-                    awake = awake => awake,
+                    guest = self.guest() => guest,
                     error = container.abandoned() => Err(error),
                 }
             },
         );
-        let (bound, (), (vmm, agent)) = match parts {
+        let (bound, (), guest) = match parts {
             Ok(parts) => parts,
             Err(error) => {
                 // What is being mounted must be there before it can be taken away.
@@ -192,15 +212,32 @@ impl Sandbox {
             }
         };
 
-        let json = guest_spec(json, &container.id, &bound);
+        let json = guest_spec(json, &container.guest_id, &bound, &self.siblings());
         let connections = stdio.connect(&self.next_stream).map_err(failed)?;
         let request = create_request(container, &json, connections.uris());
-        let created = async { agent.create(&request).await.map_err(TaskError::from) };
-        match tokio::try_join!(created, connect_streams(&vmm, connections)) {
-            Ok((_, streams)) => container.init.set_streams(streams),
-            Err(error) => return Err(self.explain(&vmm, error).await),
+        let Awake { vmm, agent } = guest;
+        let created = async {
+            let created = create_in_guest(agent.clone(), request);
+            tokio::try_join!(created, connect_streams(&vmm, connections))
+        };
+        let created = tokio::select! {
+            created = created => match created {
+                Ok(((), streams)) => Ok(streams),
+                Err(error) => Err(self.explain(&vmm, error).await),
+            },
+            error = container.abandoned() => Err(error),
+        };
+        match created {
+            Ok(streams) => {
+                container.init.set_streams(streams);
+                Ok(agent)
+            }
+            Err(error) => {
+                let guest_id = container.guest_id.clone();
+                tokio::spawn(async move { forget(&agent, &guest_id).await });
+                Err(error)
+            }
         }
-        Ok(agent)
     }
 
     fn publish_create(&self, container: &Container, request: &CreateTaskRequest) {
@@ -243,12 +280,32 @@ impl Sandbox {
     }
 }
 
-/// Container `id` does not go into the sandbox that `other` is in.
-fn only_one(id: &str, other: &str) -> TaskError {
-    TaskError::FailedPrecondition(format!(
-        "container {id} cannot be added to the sandbox of {other}: this version of thaw runs one \
-         container in a sandbox"
-    ))
+/// Create a container in the guest. If nobody waits for it any more when it is there, the guest
+/// forgets it.
+async fn create_in_guest(agent: Agent, request: CreateTaskRequest) -> Result<(), TaskError> {
+    let (answer, answered) = oneshot::channel();
+    tokio::spawn(async move {
+        let created = agent.create(&request).await;
+        if let Err(Ok(_)) = answer.send(created) {
+            forget(&agent, &request.id).await;
+        }
+    });
+    match answered.await {
+        Ok(created) => Ok(created.map(drop)?),
+        // The task always answers.
+        Err(_) => Err(TaskError::Failed("the creation was lost".to_owned())),
+    }
+}
+
+/// Have the guest end and forget a container.
+pub(super) async fn forget(agent: &Agent, guest_id: &str) {
+    let request = DeleteRequest {
+        id: guest_id.to_owned(),
+        ..DeleteRequest::default()
+    };
+    if let Err(error) = agent.delete(&request).await {
+        debug!(guest_id, %error, "forgetting a container in the guest");
+    }
 }
 
 /// The request to the agent.
@@ -263,7 +320,7 @@ fn create_request(
         ..Any::default()
     };
     CreateTaskRequest {
-        id: container.id.clone(),
+        id: container.guest_id.clone(),
         terminal: container.init.paths.terminal,
         stdin,
         stdout,

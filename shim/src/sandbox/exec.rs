@@ -66,7 +66,7 @@ impl Sandbox {
         process.set_streams(connections.streams.clone());
         let [stdin, stdout, stderr] = connections.uris();
         let request = ExecProcessRequest {
-            id: container.id.clone(),
+            id: container.guest_id.clone(),
             exec_id: process.guest_id.clone(),
             terminal: process.paths.terminal,
             stdin,
@@ -100,7 +100,7 @@ impl Sandbox {
         }
         container.begin_exec(&exec)?;
         let request = StartRequest {
-            id: container.id.clone(),
+            id: container.guest_id.clone(),
             exec_id: process.guest_id.clone(),
             ..StartRequest::default()
         };
@@ -153,7 +153,7 @@ impl Sandbox {
         if let Ok(agent) = container.agent() {
             let agent = agent.clone();
             let request = DeleteRequest {
-                id: container.id.clone(),
+                id: container.guest_id.clone(),
                 exec_id: process.guest_id.clone(),
                 ..DeleteRequest::default()
             };

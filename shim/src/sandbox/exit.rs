@@ -63,9 +63,17 @@ impl Sandbox {
         self.tell_memory_limit(&container);
         self.tell_exit(&container, init, exit);
         point("shim-exit-told");
-        debug!(status = exit.status, "the container has ended");
-        // Nothing of the VM is needed any more; its end need not be waited for.
-        self.tear_down().await;
+        debug!(
+            container = container.id,
+            status = exit.status,
+            "the container has ended"
+        );
+        // Nothing of it is needed any more; its end need not be waited for.
+        if !self.grouped && self.close_if_alone(&container) {
+            self.tear_down().await;
+        } else {
+            container.release().await;
+        }
     }
 
     /// Wait until the first process has ended, in whichever way.
@@ -73,7 +81,7 @@ impl Sandbox {
         let (Some(vmm), Some(agent)) = (self.vmm.get(), container.agent.get()) else {
             return Exit::now(KILLED);
         };
-        let waiting = wait(agent, &container.id, "");
+        let waiting = wait(agent, &container.guest_id, "");
         tokio::pin!(waiting);
         let mut anchored = true;
         loop {
@@ -92,6 +100,7 @@ impl Sandbox {
                     warn!(container = container.id, reason, "the VM of a container has ended");
                     return Exit::now(KILLED);
                 }
+                () = container.given_up() => return Exit::now(KILLED),
                 () = container.anchor_ended(), if anchored => {
                     anchored = false;
                     info!(container = container.id, "killed by the end of its anchor");
@@ -104,14 +113,12 @@ impl Sandbox {
 
     /// Kill all processes of a container, by force when the guest does not do it.
     pub(super) async fn kill_all(&self, container: &Container) {
-        let (Some(vmm), Some(agent)) = (self.vmm.get(), container.agent.get()) else {
-            if let Some(vmm) = self.vmm.get() {
-                vmm.kill();
-            }
+        // Without an agent it is not in the guest.
+        let Some(agent) = container.agent.get() else {
             return;
         };
         let request = KillRequest {
-            id: container.id.clone(),
+            id: container.guest_id.clone(),
             signal: Signal::KILL.as_raw() as u32,
             all: true,
             ..KillRequest::default()
@@ -127,6 +134,28 @@ impl Sandbox {
             .await
             .unwrap_or(false)
         {
+            self.end_by_force(container).await;
+        }
+    }
+
+    /// End a container that the guest does not end. Its VM goes with it, unless that is needed by
+    /// others and well but for this container.
+    pub(super) async fn end_by_force(&self, container: &Container) {
+        let (Some(vmm), Some(agent)) = (self.vmm.get(), container.agent.get()) else {
+            return;
+        };
+        let needed = self.grouped || !self.is_alone(container);
+        if needed && agent.info().await.is_ok() {
+            warn!(
+                container = container.id,
+                "giving up a container that does not end, for the sake of the others in its VM"
+            );
+            container.give_up();
+        } else {
+            warn!(
+                container = container.id,
+                "killing the VM of a container that does not end"
+            );
             vmm.kill();
         }
     }
@@ -138,7 +167,7 @@ impl Sandbox {
         };
         let process = &exec.process;
         let status = tokio::select! {
-            status = wait(agent, &container.id, &process.guest_id) => match status {
+            status = wait(agent, &container.guest_id, &process.guest_id) => match status {
                 Ok(status) => status,
                 Err(error) => {
                     warn!(container = container.id, exec = process.exec_id, %error, "an exec is lost");

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -11,6 +11,8 @@ use thaw_agent_api::agent::{ConfigureRequest, Mount};
 use thaw_agent_api::{CONTROL_PORT, SHARE};
 use thaw_fault_points::point;
 use thaw_vmm_control::{FILE_SYSTEM_TAG, Launch, Launched, Request, Shape};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
 use super::Sandbox;
@@ -43,6 +45,50 @@ pub struct Plan {
     pub oom_score_adj: i32,
 }
 
+/// A guest that is itself and answers.
+#[derive(Debug, Clone)]
+pub(super) struct Awake {
+    pub vmm: Arc<Vmm>,
+    pub agent: Agent,
+}
+
+/// The way of a guest from its template to the first answer of its agent.
+#[derive(Debug, Default)]
+pub(super) struct Awakening {
+    task: Mutex<Option<JoinHandle<()>>>,
+    /// Somebody wants it to run.
+    wanted: Notify,
+    pub(super) outcome: watch::Sender<Option<Result<Awake, TaskError>>>,
+}
+
+impl Awakening {
+    /// There will be no guest.
+    pub fn fail(&self, reason: TaskError) {
+        self.outcome.send_if_modified(|outcome| {
+            let open = outcome.is_none();
+            if open {
+                *outcome = Some(Err(reason));
+            }
+            open
+        });
+    }
+
+    /// Nobody wants the guest any more. When this returns nothing more is made for it.
+    pub async fn end(&self) {
+        let task = self.lock_task().take();
+        if let Some(task) = task {
+            task.abort();
+            let _ = task.await;
+        }
+        let reason = "the sandbox has ended".to_owned();
+        self.fail(TaskError::FailedPrecondition(reason));
+    }
+
+    fn lock_task(&self) -> std::sync::MutexGuard<'_, Option<JoinHandle<()>>> {
+        self.task.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl From<VmmError> for TaskError {
     fn from(error: VmmError) -> Self {
         match error {
@@ -57,6 +103,45 @@ fn failed(error: impl std::fmt::Display) -> TaskError {
 }
 
 impl Sandbox {
+    /// Begin to get a guest: `restored`, and once somebody wants it, awake, under the name `hostname`.
+    pub(super) fn bring_up(
+        self: &Arc<Self>,
+        restored: impl Future<Output = Result<Arc<Vmm>, TaskError>> + Send + 'static,
+        hostname: String,
+    ) {
+        let sandbox = self.clone();
+        let awakening = async move {
+            let outcome = async {
+                let vmm = restored.await?;
+                sandbox.awakening.wanted.notified().await;
+                let agent = sandbox.wake(&vmm, hostname).await?;
+                sandbox.clone().listen(&agent).await;
+                Ok(Awake { vmm, agent })
+            };
+            let outcome = outcome.await;
+            sandbox.awakening.outcome.send_replace(Some(outcome));
+        };
+        let before = self.awakening.lock_task().replace(tokio::spawn(awakening));
+        if let Some(before) = before {
+            before.abort();
+        }
+    }
+
+    /// The guest, which runs from when this is first asked for.
+    pub(super) async fn guest(&self) -> Result<Awake, TaskError> {
+        self.awakening.wanted.notify_one();
+        let mut outcome = self.awakening.outcome.subscribe();
+        let guest = match outcome.wait_for(Option::is_some).await.as_deref() {
+            Ok(Some(outcome)) => outcome.clone()?,
+            // The sender is this sandbox's, and it was waited for something.
+            _ => return Err(TaskError::Failed("the guest's start was lost".to_owned())),
+        };
+        match guest.vmm.end() {
+            Some(reason) => Err(vm_ended(&reason)),
+            None => Ok(guest),
+        }
+    }
+
     /// Start the VMM and restore its guest from a template, vCPUs stopped. The two things that it
     /// takes, the process and the template, are got at the same time.
     pub(super) async fn restore(self: Arc<Self>, plan: Plan) -> Result<Arc<Vmm>, TaskError> {
@@ -158,7 +243,7 @@ impl Sandbox {
     }
 
     /// Let the guest run, connect to its agent, and make it itself.
-    pub(super) async fn wake(&self, vmm: &Vmm, hostname: String) -> Result<Agent, TaskError> {
+    async fn wake(&self, vmm: &Vmm, hostname: String) -> Result<Agent, TaskError> {
         vmm.order(Request::Run, Vec::new()).await?;
         self.trace.mark("vCPUs run");
         let (ours, guests) = UnixStream::pair().map_err(failed)?;
@@ -182,13 +267,18 @@ impl Sandbox {
         // A closed connection is seen before the end of the process that closed it.
         let soon = std::time::Duration::from_millis(500);
         let error = match tokio::time::timeout(soon, vmm.wait_for_end()).await {
-            Ok(reason) => TaskError::Unavailable(format!("the VM has ended: {reason}")),
+            Ok(reason) => vm_ended(&reason),
             Err(_) => error,
         };
         let console = vmm.last_words();
         info!(%error, console, "the guest's agent does not answer");
         error
     }
+}
+
+/// The VM has ended, for this reason.
+fn vm_ended(reason: &str) -> TaskError {
+    TaskError::Unavailable(format!("the VM has ended: {reason}"))
 }
 
 /// What makes a guest another than all others of its template.

@@ -1,5 +1,6 @@
 //! Kills for want of memory, of which the guest tells and containerd is to hear.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,24 +9,28 @@ use containerd_shim_protos::topics::TASK_OOM_EVENT_TOPIC;
 use tracing::{debug, warn};
 
 use super::Sandbox;
-use crate::agent::Events;
+use crate::agent::{Agent, Events};
 use crate::cgroup;
 use crate::container::Container;
 use crate::error::TaskError;
 
-/// What comes sooner than this after the last event told is left out: containerd and its clients
-/// want to know that it happens, and the guest may say anything as often as it likes.
+/// What comes sooner than this after the last event told of a container is left out: containerd and
+/// its clients want to know that it happens, and the guest may say anything as often as it likes.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 impl Sandbox {
+    /// Listen to what the agent says unasked, from before any program runs.
+    pub(super) async fn listen(self: Arc<Self>, agent: &Agent) {
+        match agent.events().await {
+            Ok(events) => drop(tokio::spawn(self.tell_memory_kills(events))),
+            Err(error) => warn!(%error, "the guest will not tell of kills for memory"),
+        }
+    }
+
     /// Tell containerd of the kills that `events` has, until the guest ends. The agent tells of one
     /// before it tells of an exit that follows from it.
-    pub(super) async fn tell_memory_kills(
-        self: Arc<Self>,
-        container: Arc<Container>,
-        mut events: Events,
-    ) {
-        let mut last: Option<Instant> = None;
+    async fn tell_memory_kills(self: Arc<Self>, mut events: Events) {
+        let mut told: HashMap<String, Instant> = HashMap::new();
         loop {
             let event = match events.recv().await {
                 Ok(Some(event)) => event,
@@ -35,12 +40,19 @@ impl Sandbox {
                     return;
                 }
             };
-            let meant =
-                event.has_out_of_memory() && event.out_of_memory().container_id == container.id;
-            if !meant || last.is_some_and(|last| last.elapsed() < INTERVAL) {
+            if !event.has_out_of_memory() {
                 continue;
             }
-            last = Some(Instant::now());
+            let Some(container) = self.container_in_guest(&event.out_of_memory().container_id)
+            else {
+                continue;
+            };
+            // No more than were just told of: a guest cannot make it grow.
+            told.retain(|_, last| last.elapsed() < INTERVAL);
+            if told.contains_key(&container.id) {
+                continue;
+            }
+            told.insert(container.id.clone(), Instant::now());
             self.tell_memory_kill(&container);
         }
     }

@@ -1,8 +1,9 @@
-//! The sandbox: one VM and what is around it, and the container in it.
+//! The sandbox: one VM and what is around it, and the containers in it.
 //!
 //! A sandbox is there, and its VM is being restored, before containerd asks for a container
 //! ([`guest`]). [`create`] puts a container into it, [`exec`] runs more processes in that,
-//! [`exit`] watches for ends, [`memory`] for kills for want of memory, and [`requests`] answers the rest.
+//! [`exit`] watches for ends, [`memory`] for kills for want of memory, and [`requests`] answers the
+//! rest. [`containers`] says which there are, and how long the sandbox lives for them.
 //!
 //! What the task service is asked is answered from memory. Locks are held for the moment in which a
 //! field is read or changed and never over an await, but for [`Process::starting`], which only
@@ -10,6 +11,7 @@
 //!
 //! [`Process::starting`]: crate::process::Process::starting
 
+mod containers;
 mod create;
 mod exec;
 mod exit;
@@ -25,12 +27,10 @@ use std::time::Duration;
 
 use thaw_fault_points::point;
 use tokio::sync::{Notify, OnceCell};
-use tokio::task::JoinHandle;
 use tracing::{debug, error, warn};
 
 use crate::anchor::Anchor;
 use crate::cgroup;
-use crate::container::Container;
 use crate::error::TaskError;
 use crate::events::Publisher;
 use crate::facts::{self, FactsFile};
@@ -39,6 +39,8 @@ use crate::template::Abandonment;
 use crate::trace::Recorder;
 use crate::vmm::Vmm;
 
+use containers::Containers;
+use guest::Awakening;
 pub use guest::Plan;
 use shutdown::Deletions;
 
@@ -50,13 +52,17 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(2);
 pub struct Sandbox {
     facts: Arc<FactsFile>,
     publisher: Publisher,
+    /// Of the start of the VM and of the container that it is started for.
     trace: Arc<Recorder>,
     home: Home,
-    /// What the first Create consumes.
+    /// Whether it was started for a group of containers.
+    grouped: bool,
+    /// What the Create of the container that it is started for consumes.
     prepared: Mutex<Option<Prepared>>,
     /// The VMM, as soon as it has been started.
     vmm: Arc<OnceLock<Arc<Vmm>>>,
-    container: Mutex<Option<Arc<Container>>>,
+    awakening: Awakening,
+    containers: Mutex<Containers>,
     next_stream: std::sync::atomic::AtomicU64,
     /// Kills for want of memory, where those of the VMM are counted, before there was one.
     memory_kills_before: OnceLock<u64>,
@@ -76,19 +82,28 @@ pub struct Home {
     pub mount_namespace: OwnedFd,
     /// Directory of the traces of starts.
     pub traces: PathBuf,
+    /// The empty directory that becomes the root of anchors.
+    pub empty: PathBuf,
 }
 
 /// What the container that a sandbox is started for needs, before containerd asks for it.
 #[derive(Debug)]
 pub struct Seed {
+    /// The container's part.
+    pub ingredients: Ingredients,
+    /// How to make its guest.
+    pub plan: Plan,
+}
+
+/// What one container is made of.
+#[derive(Debug)]
+pub struct Ingredients {
     /// Its bundle.
     pub bundle: PathBuf,
     /// Its spec.
     pub spec: BundleSpec,
     /// Its anchor.
     pub anchor: Anchor,
-    /// How to make its guest.
-    pub plan: Plan,
 }
 
 /// The container that a sandbox is started for, in the making.
@@ -96,16 +111,7 @@ pub struct Seed {
 struct Prepared {
     id: String,
     /// Or the reason for which there cannot be one.
-    parts: Result<Parts, String>,
-}
-
-#[derive(Debug)]
-struct Parts {
-    bundle: PathBuf,
-    spec: BundleSpec,
-    anchor: Anchor,
-    /// The restored VM.
-    guest: JoinHandle<Result<Arc<Vmm>, TaskError>>,
+    ingredients: Result<Ingredients, String>,
 }
 
 impl Sandbox {
@@ -124,9 +130,14 @@ impl Sandbox {
             publisher,
             trace: Arc::new(trace),
             home,
+            grouped: seed.as_ref().is_ok_and(|seed| {
+                let spec = &seed.ingredients.spec;
+                spec.view.group().is_some()
+            }),
             prepared: Mutex::new(None),
             vmm: Arc::default(),
-            container: Mutex::new(None),
+            awakening: Awakening::default(),
+            containers: Mutex::default(),
             next_stream: 1.into(),
             memory_kills_before: OnceLock::new(),
             torn_down: OnceCell::new(),
@@ -134,33 +145,19 @@ impl Sandbox {
             deletions: Deletions::default(),
             finished: Notify::new(),
         });
-        let parts = seed.map(|seed| {
-            let Seed {
-                bundle,
-                spec,
-                anchor,
-                plan,
-            } = seed;
-            let guest = tokio::spawn(sandbox.clone().restore(plan));
-            Parts {
-                bundle,
-                spec,
-                anchor,
-                guest,
+        let ingredients = match seed {
+            Ok(Seed { ingredients, plan }) => {
+                let hostname = ingredients.spec.view.hostname.clone();
+                sandbox.bring_up(sandbox.clone().restore(plan), hostname);
+                Ok(ingredients)
             }
-        });
-        *sandbox.lock_prepared() = Some(Prepared { id, parts });
+            Err(reason) => {
+                sandbox.awakening.fail(TaskError::Failed(reason.clone()));
+                Err(reason)
+            }
+        };
+        *sandbox.lock_prepared() = Some(Prepared { id, ingredients });
         sandbox
-    }
-
-    /// The container `id`.
-    pub fn container(&self, id: &str) -> Result<Arc<Container>, TaskError> {
-        let container = self.lock_container().clone();
-        container
-            .filter(|container| container.id == id)
-            .ok_or_else(|| {
-                TaskError::NotFound(format!("there is no container {id} in this sandbox"))
-            })
     }
 
     /// The VMM, or that there is none.
@@ -185,30 +182,18 @@ impl Sandbox {
 
     async fn tear_down_once(&self) {
         self.abandonment.declare();
+        self.close();
         // A container that was never asked for: its anchor ends when this is dropped.
-        let prepared = self.lock_prepared().take();
-        if let Some(Ok(parts)) = prepared.map(|prepared| prepared.parts) {
-            parts.guest.abort();
-            let _ = parts.guest.await;
-        }
+        drop(self.lock_prepared().take());
+        self.awakening.end().await;
         if let Some(vmm) = self.vmm.get() {
             vmm.kill();
             vmm.wait_for_end().await;
             debug!("the VMM is gone");
             point("shim-vmm-ended");
         }
-        let container = self.lock_container().clone();
-        if let Some(container) = container {
-            container.anchor.kill();
-            container.anchor_ended().await;
-            debug!("the anchor is gone");
-            point("shim-anchor-ended");
-            let unmounted = tokio::task::spawn_blocking(move || container.mounts.unmount()).await;
-            match unmounted {
-                Ok(Ok(())) => debug!("the container's mounts are gone"),
-                Ok(Err(error)) => warn!(%error, "unmounting a container"),
-                Err(error) => warn!(%error, "unmounting a container"),
-            }
+        for container in self.all_containers() {
+            container.release().await;
         }
         point("shim-unmounted");
         if let Some(path) = self.facts.get().cgroup {
@@ -221,11 +206,6 @@ impl Sandbox {
                 Err(error) => warn!(%error, "removing the sandbox's cgroup"),
             }
         }
-    }
-
-    /// Whether a Shutdown ends the shim: there is no container.
-    pub fn is_empty(&self) -> bool {
-        self.lock_container().is_none()
     }
 
     /// Let [`Sandbox::wait_until_finished`] return.
@@ -260,21 +240,8 @@ impl Sandbox {
         }
     }
 
-    /// Write the trace of the start.
-    fn write_trace(&self) {
-        if let Err(error) = self.trace.write(&self.home.traces) {
-            warn!(%error, "writing the trace of a start");
-        }
-    }
-
     fn lock_prepared(&self) -> MutexGuard<'_, Option<Prepared>> {
         self.prepared.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock_container(&self) -> MutexGuard<'_, Option<Arc<Container>>> {
-        self.container
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 

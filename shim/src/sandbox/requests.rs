@@ -19,11 +19,12 @@ use thaw_fault_points::point;
 use tracing::{debug, warn};
 
 use super::Sandbox;
+use super::create::forget;
 use crate::container::Container;
 use crate::error::TaskError;
 use crate::facts::{Exit, KILLED};
 use crate::process::{Life, Process, timestamp};
-use crate::vmm::Vmm;
+use crate::trace::Recorder;
 
 /// How long output may stand still before a deletion gives it up.
 const DELETE_PATIENCE: Duration = Duration::from_secs(10);
@@ -47,10 +48,10 @@ impl Sandbox {
             let text = format!("container {} was started before", container.id);
             return Err(TaskError::FailedPrecondition(text));
         }
-        self.trace.mark("Start received");
+        container.trace.mark("Start received");
         let agent = container.agent()?;
         let inner = StartRequest {
-            id: request.id,
+            id: container.guest_id.clone(),
             ..StartRequest::default()
         };
         if let Err(error) = agent.start(&inner).await {
@@ -58,7 +59,7 @@ impl Sandbox {
         }
         point("shim-started");
         init.set_running();
-        self.trace.mark("container started");
+        container.trace.mark("container started");
         let event = TaskStart {
             container_id: container.id.clone(),
             pid: container.pid(),
@@ -66,15 +67,17 @@ impl Sandbox {
         };
         self.publisher.publish(TASK_START_EVENT_TOPIC, &event);
         point("shim-start-told");
-        tokio::spawn(self.clone().finish_trace());
+        tokio::spawn(self.clone().finish_trace(container.trace.clone()));
         Ok(container.pid())
     }
 
-    /// Ask the VMM for its part of the start's trace and write it.
-    async fn finish_trace(self: Arc<Self>) {
-        if let Some(vmm) = self.vmm.get() {
+    /// Write the trace of a start, with the VMM's part when it was started for that.
+    async fn finish_trace(self: Arc<Self>, trace: Arc<Recorder>) {
+        if let Some(vmm) = self.vmm.get()
+            && Arc::ptr_eq(&trace, &self.trace)
+        {
             match tokio::time::timeout(STATISTICS_LIMIT, vmm.statistics()).await {
-                Ok(Ok(statistics)) => self.trace.change(|trace| {
+                Ok(Ok(statistics)) => trace.change(|trace| {
                     trace.vmm = statistics.phases;
                     trace.kvm = statistics.kvm;
                     trace.file_requests = statistics.file_requests;
@@ -84,7 +87,9 @@ impl Sandbox {
                 Err(_) => debug!("no counters of the VMM in time"),
             }
         }
-        self.write_trace();
+        if let Err(error) = trace.write(&self.home.traces) {
+            warn!(%error, "writing the trace of a start");
+        }
         crate::daemon::give_memory_back();
     }
 
@@ -123,7 +128,7 @@ impl Sandbox {
     }
 
     /// Send a signal.
-    pub async fn kill(&self, request: KillRequest) -> Result<(), TaskError> {
+    pub async fn kill(self: &Arc<Self>, request: KillRequest) -> Result<(), TaskError> {
         let container = self.container(&request.id)?;
         let process = container.process(&request.exec_id)?;
         let finished = || TaskError::NotFound("process already finished".to_owned());
@@ -146,7 +151,7 @@ impl Sandbox {
             return container.agent().map(drop);
         };
         let guest = KillRequest {
-            id: request.id,
+            id: container.guest_id.clone(),
             exec_id: process.guest_id.clone(),
             signal: request.signal,
             all: request.all,
@@ -154,11 +159,11 @@ impl Sandbox {
         };
         match agent.kill(&guest).await.map_err(TaskError::from) {
             Ok(_) if kill && init => {
-                tokio::spawn(insist(self.vmm()?.clone(), container.clone()));
+                tokio::spawn(self.clone().insist(container.clone()));
                 Ok(())
             }
             Ok(_) => Ok(()),
-            // The guest is stuck: what was asked for can be done from outside.
+            // The guest is stuck, and all in it with it: what was asked for can be done from outside.
             Err(TaskError::Unavailable(reason)) if kill && init => {
                 debug!(reason, "killing the VM of a guest that does not answer");
                 self.vmm()?.kill();
@@ -190,9 +195,33 @@ impl Sandbox {
     /// Have a creation that is under way end.
     fn abandon(&self, container: &Container) {
         container.abandon();
-        if let Some(vmm) = self.vmm.get() {
+        if !self.grouped
+            && self.is_alone(container)
+            && let Some(vmm) = self.vmm.get()
+        {
             vmm.kill();
         }
+    }
+
+    /// See that a container ends to which SIGKILL was sent. The guest says that it has done so, and
+    /// may say anything; or the process waits in its kernel for what does not come.
+    async fn insist(self: Arc<Self>, container: Arc<Container>) {
+        if tokio::time::timeout(STUCK_LIMIT, container.init.wait())
+            .await
+            .is_err()
+        {
+            self.end_by_force(&container).await;
+        }
+    }
+
+    /// End a container that was never started.
+    async fn end_unstarted(&self, container: &Container) -> Result<Exit, TaskError> {
+        if self.grouped || !self.is_alone(container) {
+            self.kill_all(container).await;
+        } else {
+            self.vmm()?.kill();
+        }
+        Ok(container.init.wait().await)
     }
 
     async fn delete_container(&self, container: &Arc<Container>) -> Result<Exit, TaskError> {
@@ -208,10 +237,7 @@ impl Sandbox {
         let init = &container.init;
         let exit = match init.life() {
             Life::Stopped(exit) => exit,
-            Life::Created => {
-                self.vmm()?.kill();
-                init.wait().await
-            }
+            Life::Created => self.end_unstarted(container).await?,
             Life::Running | Life::Paused => {
                 return Err(TaskError::FailedPrecondition(format!(
                     "cannot delete a running process: container {} has not ended",
@@ -220,9 +246,16 @@ impl Sandbox {
             }
         };
         self.release_streams(init).await;
-        self.tear_down().await;
+        if !self.grouped && self.close_if_alone(container) {
+            self.tear_down().await;
+        } else {
+            container.release().await;
+            if let Some(agent) = container.agent.get() {
+                forget(agent, &container.guest_id).await;
+            }
+        }
         // Of two deletions at the same time one finds it gone.
-        if self.lock_container().take().is_none() {
+        if !self.remove(container) {
             return Err(TaskError::NotFound(format!(
                 "container {} is deleted",
                 container.id
@@ -268,6 +301,7 @@ impl Sandbox {
         if !request.exec_id.is_empty() {
             container.exec(&request.exec_id)?.wait_prepared().await?;
         }
+        request.id.clone_from(&container.guest_id);
         request.exec_id.clone_from(&process.guest_id);
         Ok(container.agent()?.resize_pty(&request).await.map(drop)?)
     }
@@ -276,7 +310,7 @@ impl Sandbox {
     pub async fn pause(&self, id: &str) -> Result<(), TaskError> {
         let container = self.container(id)?;
         let request = PauseRequest {
-            id: id.to_owned(),
+            id: container.guest_id.clone(),
             ..PauseRequest::default()
         };
         container.agent()?.pause(&request).await?;
@@ -293,7 +327,7 @@ impl Sandbox {
     pub async fn resume(&self, id: &str) -> Result<(), TaskError> {
         let container = self.container(id)?;
         let request = ResumeRequest {
-            id: id.to_owned(),
+            id: container.guest_id.clone(),
             ..ResumeRequest::default()
         };
         container.agent()?.resume(&request).await?;
@@ -307,33 +341,20 @@ impl Sandbox {
     }
 
     /// Change the container's limits.
-    pub async fn update(&self, request: UpdateTaskRequest) -> Result<(), TaskError> {
+    pub async fn update(&self, mut request: UpdateTaskRequest) -> Result<(), TaskError> {
         let container = self.container(&request.id)?;
+        request.id.clone_from(&container.guest_id);
         Ok(container.agent()?.update(&request).await.map(drop)?)
     }
 
     /// The container's counters.
-    pub async fn stats(&self, request: StatsRequest) -> Result<StatsResponse, TaskError> {
+    pub async fn stats(&self, mut request: StatsRequest) -> Result<StatsResponse, TaskError> {
         let container = self.container(&request.id)?;
+        request.id.clone_from(&container.guest_id);
         if let Life::Stopped(_) = container.init.life() {
             let text = format!("container {} has ended", container.id);
             return Err(TaskError::NotFound(text));
         }
         Ok(container.agent()?.stats(&request).await?)
-    }
-}
-
-/// See that a container ends to which SIGKILL was sent. The guest says that it has done so, and may
-/// say anything; or the process waits in its kernel for what does not come.
-async fn insist(vmm: Arc<Vmm>, container: Arc<Container>) {
-    if tokio::time::timeout(STUCK_LIMIT, container.init.wait())
-        .await
-        .is_err()
-    {
-        warn!(
-            container = container.id,
-            "killing the VM of a container that outlives SIGKILL"
-        );
-        vmm.kill();
     }
 }

@@ -29,9 +29,12 @@ impl Drop for Deletion<'_> {
         let asked = {
             let mut state = self.0.deletions.lock();
             state.under_way -= 1;
-            state.shutdown
+            let asked = state.shutdown;
+            // A group goes on; containerd asks again after its last container.
+            state.shutdown &= state.under_way > 0;
+            asked
         };
-        if asked && self.0.is_empty() {
+        if asked && self.0.close_if_empty() {
             self.0.finish();
         }
     }
@@ -47,7 +50,7 @@ impl Sandbox {
     /// containerd wants the shim to end: it does, unless it has a container. A deletion may take longer
     /// than containerd waits for it, which then asks for the end during it, and not again.
     pub fn shut_down(&self) {
-        if self.is_empty() {
+        if self.close_if_empty() {
             self.finish();
             return;
         }

@@ -3,12 +3,16 @@
 
 use std::path::Path;
 
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use thaw_agent_api::SHARE;
+use thaw_agent_api::{NAMESPACE_OF, SHARE};
 
-/// The spec `json` of container `id` for the guest. `bind_mounts` are the indexes of its mounts whose
-/// sources have been put into the export.
-pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize]) -> Value {
+use super::{Namespace, Siblings};
+
+/// The spec `json` of a container for the guest, which calls it `id`. `bind_mounts` are the indexes of
+/// its mounts whose sources have been put into the export, `siblings` the other containers of the
+/// guest by their names there.
+pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize], siblings: &Siblings) -> Value {
     let container = Path::new(SHARE).join("containers").join(id);
     let text = |path: &Path| Value::from(path.to_string_lossy().into_owned());
 
@@ -32,13 +36,25 @@ pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize]) -> Value {
         // The guest has a hierarchy of its own, and no systemd.
         linux.insert("cgroupsPath".into(), json!(format!("/{id}")));
         if let Some(namespaces) = linux.get_mut("namespaces").and_then(Value::as_array_mut) {
-            for namespace in namespaces.iter_mut().filter_map(Value::as_object_mut) {
-                // The anchor is in the one that was given; the guest makes its own.
-                namespace.remove("path");
+            for namespace in namespaces.iter_mut() {
+                adapt_namespace(namespace, siblings);
             }
         }
     }
     json
+}
+
+/// A namespace of another container in the guest is joined there. Of any other the anchor is in the
+/// one that was given, and the guest makes its own.
+fn adapt_namespace(namespace: &mut Value, siblings: &Siblings) {
+    let given = Namespace::deserialize(&*namespace).unwrap_or_default();
+    let Some(namespace) = namespace.as_object_mut() else {
+        return;
+    };
+    namespace.remove("path");
+    if let Some(id) = given.sibling(siblings) {
+        namespace.insert("path".into(), json!(format!("{NAMESPACE_OF}{id}")));
+    }
 }
 
 /// The process of an exec, an OCI process in JSON, for the guest.
@@ -75,11 +91,13 @@ mod tests {
             ],
             "linux": {
                 "cgroupsPath": "system.slice:docker:x", "mountLabel": "m",
-                "namespaces": [{ "type": "network", "path": "/run/netns/x" }, { "type": "pid" }],
+                "namespaces": [{ "type": "network", "path": "/run/netns/x" }, { "type": "pid" },
+                               { "type": "ipc", "path": "/proc/7/ns/ipc" }],
             },
         });
+        let siblings = Siblings::from([(7, "pause".to_owned())]);
         assert_eq!(
-            guest_spec(spec, "web", &[1]),
+            guest_spec(spec, "web", &[1], &siblings),
             json!({
                 "ociVersion": "1.1.0",
                 "root": { "path": "/run/thaw/share/containers/web/rootfs", "readonly": true },
@@ -91,7 +109,8 @@ mod tests {
                 ],
                 "linux": {
                     "cgroupsPath": "/web",
-                    "namespaces": [{ "type": "network" }, { "type": "pid" }],
+                    "namespaces": [{ "type": "network" }, { "type": "pid" },
+                                   { "type": "ipc", "path": "container:pause" }],
                 },
             })
         );
@@ -109,8 +128,9 @@ mod tests {
 
     #[test]
     fn test_a_spec_of_nothing_stays_one() {
-        assert_eq!(guest_spec(json!({}), "web", &[0]), json!({}));
+        let none = Siblings::new();
+        assert_eq!(guest_spec(json!({}), "web", &[0], &none), json!({}));
         let odd = json!({ "mounts": [null, 3], "linux": 7 });
-        assert_eq!(guest_spec(odd.clone(), "web", &[0, 1, 2]), odd);
+        assert_eq!(guest_spec(odd.clone(), "web", &[0, 1, 2], &none), odd);
     }
 }

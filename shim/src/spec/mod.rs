@@ -7,7 +7,7 @@
 mod guest;
 mod shape;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -226,8 +226,15 @@ impl Spec {
         (!namespace.path.as_os_str().is_empty()).then_some(&namespace.path)
     }
 
-    /// Refuse what this runtime does not do, before anything is started.
-    pub fn check(&self) -> Result<(), SpecError> {
+    /// Whether the container is one of a pod, and not the pod's own.
+    pub fn is_pod_member(&self) -> bool {
+        let kind = self.annotations.get("io.kubernetes.cri.container-type");
+        kind.is_some_and(|kind| kind == "container")
+    }
+
+    /// Refuse what this runtime does not do, before anything is started. `siblings` are the containers
+    /// of the same sandbox, by the pids that are reported for them: their namespaces can be joined.
+    pub fn check(&self, siblings: &Siblings) -> Result<(), SpecError> {
         let unsupported = |text: String| Err(SpecError::Unsupported(text));
         if self.root.path.as_os_str().is_empty() {
             return unsupported(
@@ -249,7 +256,10 @@ impl Spec {
             }
         }
         for namespace in &self.linux.namespaces {
-            if namespace.kind != "network" && !namespace.path.as_os_str().is_empty() {
+            if namespace.kind != "network"
+                && !namespace.path.as_os_str().is_empty()
+                && namespace.sibling(siblings).is_none()
+            {
                 return unsupported(format!(
                     "linux.namespaces: the {} namespace {} is on the host and cannot be joined \
                      from a VM",
@@ -282,6 +292,26 @@ impl Spec {
             }
         }
         Ok(())
+    }
+}
+
+/// Containers of one sandbox, by the pids that are reported for them. What they are called is up to
+/// whoever asks.
+pub type Siblings = BTreeMap<u32, String>;
+
+/// Types of namespaces that containers of one sandbox can share.
+const SHAREABLE: [&str; 3] = ["ipc", "uts", "pid"];
+
+impl Namespace {
+    /// The one of `siblings` whose namespace this is to be.
+    pub fn sibling<'a>(&self, siblings: &'a Siblings) -> Option<&'a str> {
+        if !SHAREABLE.contains(&self.kind.as_str()) {
+            return None;
+        }
+        // Exactly as clients write it: what leads there by other ways may lead elsewhere later.
+        let path = self.path.to_str()?.strip_prefix("/proc/")?;
+        let pid = path.strip_suffix(&format!("/ns/{}", self.kind))?;
+        siblings.get(&pid.parse().ok()?).map(String::as_str)
     }
 }
 
@@ -336,7 +366,9 @@ mod tests {
     fn test_the_host_s_namespaces_are_refused_by_name() {
         let check = |list: Value| {
             let spec = json!({ "root": { "path": "rootfs" }, "linux": { "namespaces": list } });
-            parse(spec).check().map_err(|error| error.to_string())
+            parse(spec)
+                .check(&Siblings::new())
+                .map_err(|error| error.to_string())
         };
         check(namespaces(&["network", "pid", "mount", "ipc", "uts"])).unwrap();
         let error = check(namespaces(&["pid", "mount"])).unwrap_err();
@@ -350,6 +382,38 @@ mod tests {
     }
 
     #[test]
+    fn test_namespaces_of_the_sandbox_s_own_containers_can_be_joined() {
+        let siblings = Siblings::from([(7, "pause".to_owned())]);
+        let check = |kind: &str, path: &str| {
+            let list = json!([
+                { "type": "network" }, { "type": "pid" }, { "type": "mount" },
+                { "type": kind, "path": path },
+            ]);
+            let spec = json!({ "root": { "path": "rootfs" }, "linux": { "namespaces": list } });
+            parse(spec)
+                .check(&siblings)
+                .map_err(|error| error.to_string())
+        };
+        for kind in ["ipc", "uts", "pid"] {
+            check(kind, &format!("/proc/7/ns/{kind}")).unwrap();
+        }
+        for (kind, path) in [
+            ("ipc", "/proc/8/ns/ipc"),
+            ("ipc", "/proc/7/ns/uts"),
+            ("mount", "/proc/7/ns/mnt"),
+            ("cgroup", "/proc/7/ns/cgroup"),
+            ("ipc", "/proc/self/ns/ipc"),
+            ("ipc", "/proc/7/root/proc/7/ns/ipc"),
+        ] {
+            let error = check(kind, path).unwrap_err();
+            assert!(
+                error.contains(&format!("{kind} namespace {path}")),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
     fn test_what_would_only_fail_later_is_refused_by_name() {
         let check = |hostname: &str, network: &str| {
             let spec = json!({
@@ -357,7 +421,9 @@ mod tests {
                     { "type": "network", "path": network }, { "type": "pid" }, { "type": "mount" },
                 ] }
             });
-            parse(spec).check().map_err(|error| error.to_string())
+            parse(spec)
+                .check(&Siblings::new())
+                .map_err(|error| error.to_string())
         };
         check(&"h".repeat(64), "/proc/self/ns/net").unwrap();
         let error = check(&"h".repeat(65), "").unwrap_err();
@@ -392,7 +458,8 @@ mod tests {
                     ..Namespace::default()
                 });
             }
-            spec.check().map_err(|error| error.to_string())
+            spec.check(&Siblings::new())
+                .map_err(|error| error.to_string())
         };
         check(json!({ "prestart": [], "startContainer": [{ "path": "/bin/true" }] })).unwrap();
         let error = check(json!({ "createRuntime": [{ "path": "/bin/true" }] })).unwrap_err();

@@ -103,7 +103,8 @@ pub struct Agent {
     pub spares: Mutex<bool>,
     /// Containers in which the kernel kills for memory, told to whoever listens.
     pub memory_kills: watch::Sender<Vec<&'static str>>,
-    processes: Mutex<HashMap<String, Arc<PlayedProcess>>>,
+    /// By container and exec.
+    processes: Mutex<HashMap<(String, String), Arc<PlayedProcess>>>,
     streams: Mutex<HashMap<u64, StdUnixStream>>,
     arrived: watch::Sender<usize>,
 }
@@ -154,9 +155,13 @@ impl Agent {
         self.arrived.send_replace(streams.len());
     }
 
-    /// Stream `index` of a process, 0 to 2, once it is connected.
+    /// Stream `index` of a process of the first container, 0 to 2, once it is connected.
     pub async fn stream(&self, exec_id: &str, index: usize) -> UnixStream {
-        let uri = self.process(exec_id).uris[index].clone();
+        self.stream_in("web", exec_id, index).await
+    }
+
+    async fn stream_in(&self, id: &str, exec_id: &str, index: usize) -> UnixStream {
+        let uri = self.process(id, exec_id).uris[index].clone();
         let id = parse_stream_uri(&uri).unwrap().unwrap();
         let mut arrived = self.arrived.subscribe();
         loop {
@@ -168,16 +173,23 @@ impl Agent {
         }
     }
 
-    /// A process writes its last words and ends, as the real agent does it: streams first.
+    /// A process of the first container writes its last words and ends, as the real agent does it:
+    /// streams first.
     pub async fn end(&self, exec_id: &str, words: &str, status: u32) {
+        self.end_in("web", exec_id, words, status).await;
+    }
+
+    /// The same of any container, by its name in the guest.
+    pub async fn end_in(&self, id: &str, exec_id: &str, words: &str, status: u32) {
         for index in [1, 2] {
-            if !self.process(exec_id).uris[index].is_empty() {
-                let mut stream = self.stream(exec_id, index).await;
+            if !self.process(id, exec_id).uris[index].is_empty() {
+                let mut stream = self.stream_in(id, exec_id, index).await;
                 stream.write_all(words.as_bytes()).await.unwrap();
                 stream.shutdown().await.unwrap();
             }
         }
-        self.process(exec_id).status.send_replace(Some(status));
+        let process = self.process(id, exec_id);
+        process.status.send_replace(Some(status));
     }
 
     /// The VM is gone, and with it its ends of all connections.
@@ -196,11 +208,11 @@ impl Agent {
         text
     }
 
-    fn process(&self, exec_id: &str) -> Arc<PlayedProcess> {
-        self.processes.lock().unwrap()[exec_id].clone()
+    fn process(&self, id: &str, exec_id: &str) -> Arc<PlayedProcess> {
+        self.processes.lock().unwrap()[&(id.to_owned(), exec_id.to_owned())].clone()
     }
 
-    fn add(&self, exec_id: &str, uris: [String; 3]) {
+    fn add(&self, id: &str, exec_id: &str, uris: [String; 3]) {
         let process = PlayedProcess {
             uris,
             status: watch::Sender::new(None),
@@ -208,11 +220,11 @@ impl Agent {
         self.processes
             .lock()
             .unwrap()
-            .insert(exec_id.to_owned(), Arc::new(process));
+            .insert((id.to_owned(), exec_id.to_owned()), Arc::new(process));
     }
 
-    fn note(&self, call: &str) {
-        self.calls.lock().unwrap().push(call.to_owned());
+    fn note(&self, call: impl Into<String>) {
+        self.calls.lock().unwrap().push(call.into());
     }
 }
 
@@ -282,8 +294,8 @@ impl Task for Service {
             return Err(ttrpc::Error::RpcStatus(get_status(code, text)));
         }
         *self.0.spec.lock().unwrap() = serde_json::from_slice(&request.options.value).unwrap();
-        self.0
-            .add("", [request.stdin, request.stdout, request.stderr]);
+        let uris = [request.stdin, request.stdout, request.stderr];
+        self.0.add(&request.id, "", uris);
         Ok(CreateTaskResponse {
             pid: 40,
             ..CreateTaskResponse::default()
@@ -292,10 +304,8 @@ impl Task for Service {
 
     async fn exec(&self, _: &TtrpcContext, request: ExecProcessRequest) -> ttrpc::Result<Empty> {
         self.0.note("Exec");
-        self.0.add(
-            &request.exec_id,
-            [request.stdin, request.stdout, request.stderr],
-        );
+        let uris = [request.stdin, request.stdout, request.stderr];
+        self.0.add(&request.id, &request.exec_id, uris);
         Ok(Empty::new())
     }
 
@@ -303,7 +313,9 @@ impl Task for Service {
         self.0.note("Start");
         let at_once = *self.0.ends_at_once.lock().unwrap();
         if at_once {
-            self.0.end(&request.exec_id, "gone", 7).await;
+            self.0
+                .end_in(&request.id, &request.exec_id, "gone", 7)
+                .await;
             // Long enough for whoever waits to have been told.
             tokio::time::sleep(std::time::Duration::from_millis(100)).await;
         }
@@ -314,7 +326,8 @@ impl Task for Service {
     }
 
     async fn wait(&self, _: &TtrpcContext, request: WaitRequest) -> ttrpc::Result<WaitResponse> {
-        let mut status = self.0.process(&request.exec_id).status.subscribe();
+        let process = self.0.process(&request.id, &request.exec_id);
+        let mut status = process.status.subscribe();
         let status = status.wait_for(Option::is_some).await.unwrap().unwrap();
         Ok(WaitResponse {
             exit_status: status,
@@ -324,17 +337,28 @@ impl Task for Service {
 
     async fn kill(&self, _: &TtrpcContext, request: KillRequest) -> ttrpc::Result<Empty> {
         self.0
-            .note(&format!("Kill {} all={}", request.signal, request.all));
+            .note(format!("Kill {} all={}", request.signal, request.all));
         if !*self.0.spares.lock().unwrap() {
             let agent = self.0.clone();
             let status = 128 + request.signal;
-            tokio::spawn(async move { agent.end(&request.exec_id, "", status).await });
+            tokio::spawn(async move {
+                agent
+                    .end_in(&request.id, &request.exec_id, "", status)
+                    .await;
+            });
         }
         Ok(Empty::new())
     }
 
-    async fn delete(&self, _: &TtrpcContext, _: DeleteRequest) -> ttrpc::Result<DeleteResponse> {
-        self.0.note("Delete");
+    async fn delete(
+        &self,
+        _: &TtrpcContext,
+        request: DeleteRequest,
+    ) -> ttrpc::Result<DeleteResponse> {
+        self.0.note(match request.exec_id.as_str() {
+            "" => format!("Delete {}", request.id),
+            _ => "Delete".to_owned(),
+        });
         Ok(DeleteResponse::new())
     }
 }
@@ -350,9 +374,13 @@ struct EventsService(Arc<Mutex<Vec<String>>>);
 #[async_trait]
 impl Events for EventsService {
     async fn forward(&self, _: &TtrpcContext, request: ForwardRequest) -> ttrpc::Result<Empty> {
-        use containerd_shim_protos::events::task::TaskExit;
+        use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
         let envelope = request.envelope.unwrap();
         let mut text = envelope.topic.trim_start_matches("/tasks/").to_owned();
+        if text == "oom" {
+            let oom = TaskOOM::parse_from_bytes(&envelope.event.value).unwrap();
+            text.push_str(&format!(" {}", oom.container_id));
+        }
         if text == "exit" {
             let exit = TaskExit::parse_from_bytes(&envelope.event.value).unwrap();
             text.push_str(&format!(" {} {}", exit.id, exit.exit_status));

@@ -3,6 +3,7 @@
 
 mod ends;
 mod fake;
+mod group;
 
 use std::fs;
 use std::os::unix::net::UnixListener;
@@ -34,6 +35,11 @@ struct Scene {
 
 /// Run `test` on a thread with a mount namespace of its own.
 fn scene<F: Future<Output = ()>>(test: impl FnOnce(Scene) -> F + Send + 'static) {
+    play(false, test);
+}
+
+/// The same, with a sandbox that was started for a group if `grouped`.
+fn play<F: Future<Output = ()>>(grouped: bool, test: impl FnOnce(Scene) -> F + Send + 'static) {
     let thread = std::thread::spawn(move || {
         crate::mounts::enter_own_namespace().unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -41,7 +47,7 @@ fn scene<F: Future<Output = ()>>(test: impl FnOnce(Scene) -> F + Send + 'static)
             .build()
             .unwrap();
         runtime.block_on(async {
-            let scene = set().await;
+            let scene = set(grouped).await;
             tokio::time::timeout(Duration::from_secs(60), test(scene))
                 .await
                 .unwrap();
@@ -52,7 +58,7 @@ fn scene<F: Future<Output = ()>>(test: impl FnOnce(Scene) -> F + Send + 'static)
     }
 }
 
-async fn set() -> Scene {
+async fn set(grouped: bool) -> Scene {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name);
     let bundle = path("bundle");
@@ -97,7 +103,7 @@ async fn set() -> Scene {
         guest.vanish();
     });
 
-    let sandbox = Sandbox::new(
+    let mut sandbox = Sandbox::new(
         facts,
         publisher,
         Recorder::new("default", "web", 0),
@@ -105,20 +111,23 @@ async fn set() -> Scene {
             namespace: "default".into(),
             mount_namespace: fs::File::open("/proc/self/ns/mnt").unwrap().into(),
             traces: path("traces"),
+            empty: path("empty"),
         },
         "web".into(),
         Err(String::new()),
     );
+    Arc::get_mut(&mut sandbox).unwrap().grouped = grouped;
     sandbox.vmm.set(vmm.clone()).unwrap();
     let spec = BundleSpec::parse(spec.to_string().as_bytes()).unwrap();
     let restored = vmm.clone();
+    sandbox.awakening.outcome.send_replace(None);
+    sandbox.bring_up(async move { Ok(restored) }, "web".into());
     *sandbox.lock_prepared() = Some(Prepared {
         id: "web".into(),
-        parts: Ok(Parts {
+        ingredients: Ok(Ingredients {
             bundle,
             spec,
             anchor,
-            guest: tokio::spawn(async move { Ok(restored) }),
         }),
     });
     Scene {
@@ -240,12 +249,8 @@ impl Scene {
 
     /// Begin a creation that does not come to an end: its guest is never restored, as while a template
     /// is being built.
-    async fn create_without_guest(&self) -> JoinHandle<Result<u32, TaskError>> {
-        let guest = tokio::spawn(std::future::pending());
-        {
-            let mut prepared = self.sandbox.lock_prepared();
-            prepared.as_mut().unwrap().parts.as_mut().unwrap().guest = guest;
-        }
+    async fn create_without_guest(&self) -> tokio::task::JoinHandle<Result<u32, TaskError>> {
+        self.sandbox.bring_up(std::future::pending(), String::new());
         let creating = tokio::spawn(self.sandbox.clone().create(self.create_request("web")));
         while self.state("").is_err() {
             tokio::task::yield_now().await;
@@ -255,7 +260,7 @@ impl Scene {
 
     /// End the shim and see that nothing is left.
     async fn assert_nothing_left(&self, pid: u32) {
-        assert!(self.sandbox.is_empty());
+        assert!(self.sandbox.close_if_empty());
         self.sandbox.clean_up().await;
         assert!(!self.path("run/default").exists());
         assert!(!self.path("socket").exists());
@@ -481,7 +486,7 @@ fn test_kills_for_memory_are_told_before_the_exit() {
         let events = scene.events().await;
         assert_eq!(
             events,
-            ["create", "start", "oom", "exit web 137"],
+            ["create", "start", "oom web", "exit web 137"],
             "{events:?}"
         );
         scene.delete("").await.unwrap();
@@ -568,18 +573,11 @@ fn test_a_missing_stream_or_volume_fails_the_creation_by_name() {
 }
 
 #[test]
-fn test_a_second_container_is_refused_with_the_reason() {
+fn test_a_container_that_was_never_started_is_deleted_and_taken_once() {
     scene(|scene| async move {
-        let create = |id: &str| scene.sandbox.clone().create(scene.create_request(id));
-        let early = create("other").await.unwrap_err().to_string();
-        assert!(early.contains("one container in a sandbox"), "{early}");
         scene.create().await;
-        let late = create("other").await.unwrap_err().to_string();
-        assert!(late.contains("one container in a sandbox"), "{late}");
-        assert!(matches!(
-            create("web").await,
-            Err(TaskError::AlreadyExists(_))
-        ));
+        let again = scene.sandbox.clone().create(scene.create_request("web"));
+        assert!(matches!(again.await, Err(TaskError::AlreadyExists(_))));
         assert_eq!(scene.state("").unwrap(), Status::CREATED);
         // Never started, it can be deleted.
         assert_eq!(scene.delete("").await.unwrap(), 137);
