@@ -175,23 +175,60 @@ pub fn sweep(root: &Path) {
     });
 }
 
+/// Wait until no start looks for its sandbox below `root` and makes it. Until the lock is dropped, no
+/// directory below `root` becomes another sandbox's.
+pub fn lock_starts(root: &Path) -> io::Result<File> {
+    fs::create_dir_all(root)?;
+    let file = File::options()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(root.join(".starts"))?;
+    flock(&file, FlockOperation::LockExclusive)?;
+    Ok(file)
+}
+
 /// Remove the sandboxes below `root` whose shim is gone and whose facts are `meant`.
 fn collect(root: &Path, meant: impl Fn(&Facts) -> bool) -> io::Result<Vec<Abandoned>> {
     let mut abandoned = Vec::new();
     for namespace in directories(root)? {
         // What is not a sandbox has no name of one: `.templates`, and `traces` holds files only.
         for directory in directories(&namespace)? {
-            let facts = FactsFile::read(&directory);
-            let removed = match facts {
-                Ok(Some(facts)) if facts.is_alive() || !meant(&facts) => continue,
-                Ok(Some(facts)) => remove(&directory, &facts),
-                Ok(None) if !is_old(&directory) => continue,
-                Ok(None) | Err(_) => facts::remove_directory(&directory),
-            };
-            abandoned.push(Abandoned { directory, removed });
+            if !is_garbage(&directory, &meant) {
+                continue;
+            }
+            // Looked at again under the lock: a start may just have taken the place.
+            let removed = lock_starts(root).and_then(|_lock| {
+                if is_garbage(&directory, &meant) {
+                    remove_found(&directory).map(Some)
+                } else {
+                    Ok(None)
+                }
+            });
+            if let Some(removed) = removed.transpose() {
+                abandoned.push(Abandoned { directory, removed });
+            }
         }
     }
     Ok(abandoned)
+}
+
+/// Whether the sandbox in `directory` has no shim and is `meant`.
+fn is_garbage(directory: &Path, meant: impl Fn(&Facts) -> bool) -> bool {
+    match FactsFile::read(directory) {
+        Ok(Some(facts)) => !facts.is_alive() && meant(&facts),
+        Ok(None) => is_old(directory),
+        Err(_) => true,
+    }
+}
+
+/// Remove the sandbox in `directory`, whatever is known of it.
+fn remove_found(directory: &Path) -> io::Result<()> {
+    match FactsFile::read(directory) {
+        Ok(Some(facts)) => remove(directory, &facts),
+        // Never written, or damaged by a crash of the host: nothing of it is left but this.
+        Ok(None) | Err(_) => facts::remove_directory(directory),
+    }
 }
 
 /// The directories in `directory` whose names can be those of namespaces or sandboxes.

@@ -57,6 +57,9 @@ pub struct Facts {
     /// `delete` is asked how it ended.
     #[serde(default)]
     pub deleted: Option<(String, ContainerFacts)>,
+    /// Whether the shim ran when the facts were read by [`FactsFile::read`]; not written down.
+    #[serde(skip)]
+    pub alive: bool,
 }
 
 impl Facts {
@@ -109,8 +112,12 @@ impl Facts {
             .collect()
     }
 
-    /// Whether the shim runs.
+    /// Whether the shim ran when these facts were read.
     pub fn is_alive(&self) -> bool {
+        self.alive
+    }
+
+    fn names_a_living_shim(&self) -> bool {
         self.shim.is_some_and(ProcessIdentity::is_alive)
     }
 }
@@ -193,8 +200,26 @@ impl FactsFile {
         }
     }
 
-    /// The facts in `directory`; `None` where there are none.
+    /// The facts in `directory`, with whether their shim runs; `None` where there are none.
+    ///
+    /// A start names itself first and then the process that it leaves behind, and ends. Facts that
+    /// name a process that has ended are therefore read again: only when they still name it is there
+    /// no shim.
     pub fn read(directory: &Path) -> io::Result<Option<Facts>> {
+        let mut before = None;
+        loop {
+            let Some(mut facts) = Self::read_once(directory)? else {
+                return Ok(None);
+            };
+            facts.alive = facts.names_a_living_shim();
+            if facts.alive || before == Some(facts.shim) {
+                return Ok(Some(facts));
+            }
+            before = Some(facts.shim);
+        }
+    }
+
+    fn read_once(directory: &Path) -> io::Result<Option<Facts>> {
         let path = directory.join(FILE);
         let text = match fs::read(&path) {
             Ok(text) => text,
@@ -254,6 +279,8 @@ fn make_directory(directory: &Path) -> io::Result<()> {
             Err(error) if error.kind() == ErrorKind::AlreadyExists && directory.is_dir() => {
                 return Ok(());
             }
+            // Both were there, and are being removed.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && is_absent(directory) => {}
             other => return other,
         }
         // Whatever is wrong with it, the next attempt finds out.
@@ -265,6 +292,10 @@ fn make_directory(directory: &Path) -> io::Result<()> {
         }
     }
     builder.create(directory)
+}
+
+fn is_absent(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_err_and(|error| error.kind() == ErrorKind::NotFound)
 }
 
 /// How often another sandbox's end may come in between.
@@ -371,6 +402,44 @@ mod tests {
             }
         });
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn test_a_shim_that_takes_over_while_its_facts_are_read_is_alive() {
+        let root = tempfile::tempdir().unwrap();
+        let file = FactsFile::create(root.path(), facts()).unwrap();
+        let own = ProcessIdentity::current().unwrap();
+        let begun = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                begun.wait();
+                for _ in 0..300 {
+                    // A start that ends when it has left this process behind.
+                    let mut starter = std::process::Command::new("sleep")
+                        .arg("1000")
+                        .spawn()
+                        .unwrap();
+                    let identity = ProcessIdentity::of(starter.id()).unwrap();
+                    file.update(|facts| facts.shim = Some(identity)).unwrap();
+                    file.update(|facts| facts.shim = Some(own)).unwrap();
+                    starter.kill().unwrap();
+                    starter.wait().unwrap();
+                }
+                file.update(|facts| facts.namespace = "done".into())
+                    .unwrap();
+            });
+            begun.wait();
+            let mut seen = FactsFile::read(file.directory()).unwrap().unwrap();
+            while seen.namespace != "done" {
+                seen = FactsFile::read(file.directory()).unwrap().unwrap();
+                assert!(seen.is_alive() || seen.shim == facts().shim, "{seen:?}");
+            }
+            assert!(seen.is_alive());
+        });
+        // One that has ended without a successor.
+        file.update(|now| now.shim = facts().shim).unwrap();
+        let read = FactsFile::read(file.directory()).unwrap().unwrap();
+        assert!(!read.is_alive());
     }
 
     #[test]

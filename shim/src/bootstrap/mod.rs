@@ -13,7 +13,6 @@ mod input;
 mod reply;
 mod socket;
 
-use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -22,7 +21,6 @@ use containerd_shim_protos::api::DeleteResponse;
 use containerd_shim_protos::protobuf::Message;
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 
-use rustix::fs::{FlockOperation, flock};
 use thaw_fault_points::point;
 
 use crate::cleanup;
@@ -87,7 +85,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
     );
     let reply = Reply::new(&socket, bootstrap.is_modern());
     // Until the socket is bound, so that of two starts for one sandbox the second finds it.
-    let claiming = lock_starts()?;
+    let claiming = cleanup::lock_starts(facts::root())?;
     // Again: of two starts for one sandbox the second has waited for the first.
     let running = running_sandbox(&flags.namespace, &sandbox)?;
     if running.is_some() && socket::is_served(&socket) {
@@ -156,19 +154,6 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
     }
-}
-
-/// Wait until no other start looks for its sandbox and makes it.
-fn lock_starts() -> io::Result<File> {
-    fs::create_dir_all(facts::root())?;
-    let path = facts::root().join(".starts");
-    let file = File::options()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(path)?;
-    flock(&file, FlockOperation::LockExclusive)?;
-    Ok(file)
 }
 
 /// The facts of `sandbox` if it runs and is not about to end.
