@@ -65,6 +65,7 @@ install: build
 	install -m 755 $(RELEASE)/containerd-shim-thaw-v2 $(RELEASE)/thaw $(DESTDIR)$(PREFIX)/bin/
 	install -m 755 $(RELEASE)/thaw-vmm $(DESTDIR)$(PREFIX)/libexec/thaw/
 	install -m 644 target/guest/vmlinux target/guest/initramfs $(DESTDIR)$(PREFIX)/share/thaw/
+	install -m 644 packaging/config.toml $(DESTDIR)$(PREFIX)/share/thaw/config.toml.example
 
 stage:
 	$(MAKE) --no-print-directory install DESTDIR= PREFIX=$(THAW_STAGE)

@@ -16,7 +16,9 @@ mod identity;
 mod io;
 mod launch;
 mod memory;
+mod operator;
 mod process;
+mod processes;
 mod protocol;
 mod sandbox;
 mod stats;
@@ -32,7 +34,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use thaw_agent_api::agent_ttrpc::create_sandbox;
+use thaw_agent_api::agent_ttrpc::{create_operator, create_sandbox};
 use thaw_agent_api::{CONTROL_PORT, READY_LINE, STREAM_PORT};
 use tracing::error;
 use tracing_subscriber::filter::LevelFilter;
@@ -41,6 +43,7 @@ use crate::engine::{Engine, Layout};
 use crate::exits::Exits;
 use crate::io::Listener;
 use crate::memory::MemoryWatch;
+use crate::operator::OperatorService;
 use crate::protocol::{HELPER_NAME, NOTHING_NAME};
 use crate::sandbox::SandboxService;
 use crate::streams::StreamTable;
@@ -160,9 +163,11 @@ async fn serve(place: Place) -> Result<(), Box<dyn std::error::Error>> {
     );
     let engine = Arc::new(engine);
     let sandbox = SandboxService::new(Arc::clone(&engine), memory, matches!(place, Place::Guest));
+    let operator = OperatorService::new(&engine.layout().cgroups);
     let mut server = ttrpc::asynchronous::Server::new()
         .bind(&control)?
         .register_service(create_sandbox(Arc::new(sandbox)))
+        .register_service(create_operator(Arc::new(operator)))
         .register_service(TaskService::register(engine));
     server.start().await?;
     if let Place::Guest = place {

@@ -11,8 +11,11 @@ use containerd_shim_protos::api::{
 };
 use protobuf::Message;
 use protobuf::well_known_types::empty::Empty;
-use thaw_agent_api::agent::{ConfigureRequest, Event, EventsRequest, InfoRequest, InfoResponse};
-use thaw_agent_api::agent_ttrpc::SandboxClient;
+use thaw_agent_api::agent::{
+    ConfigureRequest, Event, EventsRequest, InfoRequest, InfoResponse, ProcessesRequest,
+    ProcessesResponse,
+};
+use thaw_agent_api::agent_ttrpc::{OperatorClient, SandboxClient};
 use tokio::net::UnixStream;
 use ttrpc::asynchronous::{Client, ClientStreamReceiver, transport::Socket};
 
@@ -79,6 +82,14 @@ impl Agent {
         let context = ttrpc::context::Context::default();
         SandboxClient::new(self.client.clone())
             .events(context, &EventsRequest::new())
+            .await
+    }
+
+    /// The guest's processes, as it says.
+    pub async fn processes(&self) -> ttrpc::Result<ProcessesResponse> {
+        let context = ttrpc::context::with_duration(CALL_LIMIT);
+        OperatorClient::new(self.client.clone())
+            .processes(context, &ProcessesRequest::new())
             .await
     }
 

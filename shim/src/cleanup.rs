@@ -11,6 +11,7 @@ use rustix::fs::{FlockOperation, flock};
 use thaw_fault_points::point;
 
 use crate::cgroup;
+use crate::consoles;
 use crate::facts::{self, Exit, Facts, FactsFile, KILLED};
 use crate::process_identity::ProcessIdentity;
 
@@ -93,7 +94,10 @@ fn remove_container(directory: &Path, mut facts: Facts, id: &str) -> io::Result<
 /// Remove everything that `facts`, those in `directory`, tell of. What can be removed is, also when
 /// something else cannot; the first reason is returned.
 pub fn remove(directory: &Path, facts: &Facts) -> io::Result<()> {
-    end(facts)?;
+    let ended = end(facts);
+    let kept = consoles::keep(directory, facts);
+    ended?;
+    kept?;
     facts::remove_directory(directory)
 }
 
@@ -188,26 +192,40 @@ pub fn lock_starts(root: &Path) -> io::Result<File> {
     Ok(file)
 }
 
+/// The directories of all sandboxes below `root`. What is not a sandbox has no name of one:
+/// `.templates`, and `traces` holds files only.
+pub fn sandboxes(root: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for namespace in directories(root)? {
+        found.extend(directories(&namespace)?);
+    }
+    Ok(found)
+}
+
+/// The directories of the sandboxes below `root` whose shim is gone.
+pub fn find_garbage(root: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = sandboxes(root)?;
+    found.retain(|directory| is_garbage(directory, |_| true));
+    Ok(found)
+}
+
 /// Remove the sandboxes below `root` whose shim is gone and whose facts are `meant`.
 fn collect(root: &Path, meant: impl Fn(&Facts) -> bool) -> io::Result<Vec<Abandoned>> {
     let mut abandoned = Vec::new();
-    for namespace in directories(root)? {
-        // What is not a sandbox has no name of one: `.templates`, and `traces` holds files only.
-        for directory in directories(&namespace)? {
-            if !is_garbage(&directory, &meant) {
-                continue;
+    for directory in sandboxes(root)? {
+        if !is_garbage(&directory, &meant) {
+            continue;
+        }
+        // Looked at again under the lock: a start may just have taken the place.
+        let removed = lock_starts(root).and_then(|_lock| {
+            if is_garbage(&directory, &meant) {
+                remove_found(&directory).map(Some)
+            } else {
+                Ok(None)
             }
-            // Looked at again under the lock: a start may just have taken the place.
-            let removed = lock_starts(root).and_then(|_lock| {
-                if is_garbage(&directory, &meant) {
-                    remove_found(&directory).map(Some)
-                } else {
-                    Ok(None)
-                }
-            });
-            if let Some(removed) = removed.transpose() {
-                abandoned.push(Abandoned { directory, removed });
-            }
+        });
+        if let Some(removed) = removed.transpose() {
+            abandoned.push(Abandoned { directory, removed });
         }
     }
     Ok(abandoned)
@@ -246,6 +264,7 @@ fn directories(directory: &Path) -> io::Result<Vec<PathBuf>> {
             found.push(entry.path());
         }
     }
+    found.sort();
     Ok(found)
 }
 

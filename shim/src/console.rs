@@ -24,7 +24,7 @@ const PANIC_LENGTH: usize = 200;
 /// The end of a guest's console output, in memory and in a file.
 #[derive(Debug)]
 pub struct Console {
-    path: PathBuf,
+    path: Option<PathBuf>,
     file: Option<File>,
     written: usize,
     tail: VecDeque<u8>,
@@ -32,10 +32,11 @@ pub struct Console {
 }
 
 impl Console {
-    /// A console whose output goes to the file at `path`, which is made with the first output.
-    pub fn new(path: &Path) -> Self {
+    /// A console whose output goes to the file at `path`, which is made with the first output; without
+    /// one it is in memory only.
+    pub fn new(path: Option<PathBuf>) -> Self {
         Self {
-            path: path.to_owned(),
+            path,
             file: None,
             written: 0,
             tail: VecDeque::new(),
@@ -54,15 +55,19 @@ impl Console {
         {
             // Once: a full disk would fill the log too.
             self.failed = true;
-            warn!(path = %self.path.display(), %error, "writing the guest's console output");
+            let path = self.path.as_deref().unwrap_or(Path::new(""));
+            warn!(path = %path.display(), %error, "writing the guest's console output");
         }
     }
 
     fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let Some(path) = &self.path else {
+            return Ok(());
+        };
         if self.file.is_none() || self.written + bytes.len() > FILE_LIMIT {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(true).mode(0o600);
-            let mut file = options.open(&self.path)?;
+            let mut file = options.open(path)?;
             let (front, back) = self.tail.as_slices();
             file.write_all(front)?;
             file.write_all(back)?;
@@ -109,7 +114,7 @@ mod tests {
     fn test_a_silent_guest_has_no_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console.log");
-        let mut console = Console::new(&path);
+        let mut console = Console::new(Some(path.clone()));
         assert_eq!(console.last_lines(5), "");
         assert!(!path.exists());
         console.push(b"one\ntwo\r\n\nthr");
@@ -121,7 +126,7 @@ mod tests {
     #[test]
     fn test_a_panic_is_found_and_told_without_its_stamp() {
         let directory = tempfile::tempdir().unwrap();
-        let mut console = Console::new(&directory.path().join("console.log"));
+        let mut console = Console::new(Some(directory.path().join("console.log")));
         console.push(b"[    1.0] thaw-agent: no\n");
         assert_eq!(console.panic(), None);
         console.push(b"[    1.1] Kernel panic - not syncing: Attempted to kill init! exitcode=0x00008900\r\n");
@@ -131,10 +136,18 @@ mod tests {
     }
 
     #[test]
+    fn test_a_console_without_a_file_is_remembered_all_the_same() {
+        let mut console = Console::new(None);
+        console.push(b"one\ntwo\n");
+        assert_eq!(console.last_lines(1), "two");
+        assert!(console.file.is_none());
+    }
+
+    #[test]
     fn test_memory_and_file_are_bounded_and_end_alike() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console.log");
-        let mut console = Console::new(&path);
+        let mut console = Console::new(Some(path.clone()));
         for number in 0..40_000 {
             console.push(format!("line {number}\n").as_bytes());
         }

@@ -18,7 +18,7 @@ use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use thaw_fault_points::point;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
-use tracing::{error, warn};
+use tracing::{Level, error, warn};
 use ttrpc::asynchronous::{Server, transport::Listener};
 
 use crate::anchor::Anchor;
@@ -27,9 +27,11 @@ use crate::cgroup;
 use crate::events::Publisher;
 use crate::facts::FactsFile;
 use crate::mounts;
+use crate::operator;
 use crate::paths::{Installation, RUNTIME_DIRECTORY};
 use crate::process_identity::ProcessIdentity;
 use crate::sandbox::{Home, Ingredients, Plan, Sandbox, Seed};
+use crate::settings::{RuntimeOptions, Settings};
 use crate::spec::{self, BundleSpec};
 use crate::task;
 use crate::trace::Recorder;
@@ -64,8 +66,12 @@ pub struct Start {
     pub vmm_network: Option<OwnedFd>,
     /// Where events go.
     pub events_address: Option<String>,
-    /// Log more.
-    pub debug: bool,
+    /// What is set for it.
+    pub settings: Settings,
+    /// The runtime options among that.
+    pub options: Option<RuntimeOptions>,
+    /// What is logged where nothing is set.
+    pub log_level: Level,
     /// Times so far.
     pub trace: Recorder,
 }
@@ -92,7 +98,7 @@ impl Start {
             // Where to say so is what could not be opened.
             error!(%error, "leaving the standard streams");
         }
-        crate::log::install(self.debug);
+        crate::log::install(self.settings.log_level.unwrap_or(self.log_level));
         keep_memory_small();
         if let Err(error) = be_spared_less() {
             warn!(%error, "setting the shim's readiness to be killed");
@@ -114,6 +120,8 @@ impl Start {
             listener,
             vmm_network,
             events_address,
+            settings,
+            options,
             trace,
             ..
         } = self;
@@ -122,8 +130,10 @@ impl Start {
             mount_namespace: mount_namespace.into(),
             traces: crate::trace::directory(),
             empty: empty_directory(),
+            counters: crate::counters::directory(),
+            options,
         });
-        let seed = prepare(&id, bundle, spec, vmm_network, &facts, &trace);
+        let seed = prepare(&id, bundle, spec, vmm_network, &settings, &facts, &trace);
         match runtime.and_then(|runtime| Ok((runtime, home?))) {
             Ok((runtime, home)) => {
                 runtime.block_on(async {
@@ -165,13 +175,15 @@ fn prepare(
     bundle: PathBuf,
     spec: BundleSpec,
     network: Option<OwnedFd>,
+    settings: &Settings,
     facts: &FactsFile,
     trace: &Recorder,
 ) -> Result<Seed, String> {
     let words = |error: io::Error| error.to_string();
     let installation = Installation::find().map_err(|error| error.to_string())?;
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let shape = spec::shape(&spec.view, cpus, host_memory()).map_err(|error| error.to_string())?;
+    let shape = spec::shape(&spec.view, settings, cpus, host_memory())
+        .map_err(|error| error.to_string())?;
     mounts::enter_own_namespace().map_err(words)?;
     mounts::make_export(&facts.export()).map_err(words)?;
     point("shim-exported");
@@ -193,6 +205,8 @@ fn prepare(
         network,
         cgroup,
         oom_score_adj,
+        console: settings.console,
+        template_budget_mib: settings.template_budget_mib,
     };
     let ingredients = Ingredients {
         bundle,
@@ -208,7 +222,7 @@ fn empty_directory() -> PathBuf {
 }
 
 /// Bytes of memory that the host has.
-fn host_memory() -> u64 {
+pub fn host_memory() -> u64 {
     let information = rustix::system::sysinfo();
     information
         .totalram
@@ -224,7 +238,8 @@ async fn serve_task(
     let listener = Listener::try_from(listener)?;
     let mut server = Server::new()
         .add_listener(listener)
-        .register_service(task::services(sandbox));
+        .register_service(task::services(sandbox))
+        .register_service(operator::service(sandbox));
     server.start().await?;
     sandbox.wait_until_finished().await;
     match tokio::time::timeout(ANSWER_LIMIT, server.shutdown()).await {

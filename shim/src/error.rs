@@ -30,6 +30,19 @@ pub enum TaskError {
 }
 
 impl TaskError {
+    /// The kind of error in one word, as the counters have it.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NotFound(_) => "not_found",
+            Self::AlreadyExists(_) => "already_exists",
+            Self::FailedPrecondition(_) => "failed_precondition",
+            Self::InvalidArgument(_) => "invalid_argument",
+            Self::Unimplemented(_) => "unimplemented",
+            Self::Unavailable(_) => "unavailable",
+            Self::Failed(_) => "failed",
+        }
+    }
+
     fn code(&self) -> Code {
         match self {
             Self::NotFound(_) => Code::NOT_FOUND,

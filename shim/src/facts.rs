@@ -14,9 +14,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
+use thaw_vmm_control::Shape;
 
 use crate::paths::RUNTIME_DIRECTORY;
-use crate::process_identity::ProcessIdentity;
+use crate::process_identity::{ProcessIdentity, boot_id};
 use crate::spec::Siblings;
 
 /// Counts up when the meaning of a field changes.
@@ -57,6 +58,18 @@ pub struct Facts {
     /// `delete` is asked how it ended.
     #[serde(default)]
     pub deleted: Option<(String, ContainerFacts)>,
+    /// The boot of the host in which this was written; processes of another boot are nobody's.
+    #[serde(default)]
+    pub boot: String,
+    /// When the sandbox was started, in nanoseconds since 1970.
+    #[serde(default)]
+    pub started_ns: u64,
+    /// vCPUs and memory of its VM, as soon as they are chosen.
+    #[serde(default)]
+    pub shape: Option<Shape>,
+    /// Whether what the guest's console has said stays when the sandbox is removed.
+    #[serde(default)]
+    pub keep_console: bool,
     /// Whether the shim ran when the facts were read by [`FactsFile::read`]; not written down.
     #[serde(skip)]
     pub alive: bool,
@@ -115,6 +128,18 @@ impl Facts {
     /// Whether the shim ran when these facts were read.
     pub fn is_alive(&self) -> bool {
         self.alive
+    }
+
+    /// Forget the processes where they are of another boot: by now the same ids and start times may be
+    /// anybody's.
+    fn forget_another_boot(&mut self) {
+        let same = self.boot.is_empty() || boot_id().is_ok_and(|now| now == self.boot);
+        if !same {
+            (self.shim, self.vmm) = (None, None);
+            for container in self.containers.values_mut() {
+                container.anchor = None;
+            }
+        }
     }
 
     fn names_a_living_shim(&self) -> bool {
@@ -211,6 +236,7 @@ impl FactsFile {
             let Some(mut facts) = Self::read_once(directory)? else {
                 return Ok(None);
             };
+            facts.forget_another_boot();
             facts.alive = facts.names_a_living_shim();
             if facts.alive || before == Some(facts.shim) {
                 return Ok(Some(facts));
@@ -301,10 +327,12 @@ fn is_absent(path: &Path) -> bool {
 /// How often another sandbox's end may come in between.
 const MOST_ATTEMPTS: usize = 1000;
 
-const FILE: &str = "facts.json";
+/// The file of the facts, in a sandbox's directory.
+pub const FILE: &str = "facts.json";
 const UNFINISHED: &str = "facts.json.new";
 const EXPORT: &str = "export";
-const CONSOLE: &str = "console.log";
+/// The file of the guest's console, in a sandbox's directory.
+pub const CONSOLE: &str = "console.log";
 
 /// The directory of all sandboxes.
 pub fn root() -> &'static Path {
@@ -478,6 +506,26 @@ mod tests {
         remove_directory(file.directory()).unwrap();
         assert!(!root.path().join("default").exists());
         remove_directory(file.directory()).unwrap();
+    }
+
+    #[test]
+    fn test_processes_of_another_boot_are_nobody_s() {
+        let root = tempfile::tempdir().unwrap();
+        let own = ProcessIdentity::current().unwrap();
+        let container = ContainerFacts {
+            anchor: Some(own),
+            ..ContainerFacts::default()
+        };
+        let mut now = facts();
+        (now.shim, now.vmm, now.boot) = (Some(own), Some(own), boot_id().unwrap());
+        now.containers.insert("web".into(), container);
+        let file = FactsFile::create(root.path(), now).unwrap();
+        let read = || FactsFile::read(file.directory()).unwrap().unwrap();
+        assert!(read().is_alive());
+        file.update(|facts| facts.boot = "another".into()).unwrap();
+        assert!(!read().is_alive());
+        assert_eq!((read().shim, read().vmm), (None, None));
+        assert_eq!(read().containers["web"].anchor, None);
     }
 
     #[test]

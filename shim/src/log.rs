@@ -12,10 +12,9 @@ use tracing::field::{Field, Visit};
 use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Log from now on: what is out of the ordinary, such as the progress of a template that has to be
-/// built, or everything down to debug messages.
-pub fn install(debug: bool) {
-    let level = if debug { Level::DEBUG } else { Level::INFO };
+/// Log from now on what is of this level or graver. [`Level::INFO`] is what is out of the ordinary,
+/// such as the progress of a template that has to be built.
+pub fn install(level: Level) {
     // Refused only when one is installed already.
     let _ = tracing::subscriber::set_global_default(Log { level });
 }

@@ -9,6 +9,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
+/// The id of this boot of the host (`random(4)`).
+pub fn boot_id() -> io::Result<String> {
+    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    Ok(text.trim().to_owned())
+}
+
 /// A process id and the time at which that process started, in clock ticks since boot
 /// (`proc_pid_stat(5)`, field 22).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

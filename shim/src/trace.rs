@@ -48,6 +48,65 @@ pub struct StartTrace {
     pub kvm: Vec<(String, u64)>,
 }
 
+/// How long the parts of a start took, in nanoseconds; `None` for what was not reached.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Summary {
+    /// From the execution of the shim until the restored guest runs.
+    pub restore_ns: Option<u64>,
+    /// Until the guest has become itself.
+    pub configure_ns: Option<u64>,
+    /// Until the container is created.
+    pub create_ns: Option<u64>,
+    /// From the request to start it until its program runs.
+    pub start_ns: Option<u64>,
+}
+
+impl Summary {
+    /// The parts, by name.
+    pub fn phases(&self) -> [(&'static str, Option<u64>); 4] {
+        [
+            ("restore", self.restore_ns),
+            ("configure", self.configure_ns),
+            ("create", self.create_ns),
+            ("start", self.start_ns),
+        ]
+    }
+}
+
+impl StartTrace {
+    /// How long its parts took.
+    pub fn summary(&self) -> Summary {
+        let at = |name: &str| {
+            let mut phases = self.phases.iter();
+            let phase = phases.find(|phase| phase.name == name)?;
+            Some(phase.monotonic_ns)
+        };
+        let between = |from: Option<u64>, to: Option<u64>| Some(to?.saturating_sub(from?));
+        let (runs, configured, created) =
+            (at(step::VCPUS_RUN), at(step::CONFIGURED), at(step::CREATED));
+        Summary {
+            restore_ns: between(Some(self.origin_ns), runs),
+            configure_ns: between(runs, configured),
+            create_ns: between(configured, created),
+            start_ns: between(at(step::START_RECEIVED), at(step::STARTED)),
+        }
+    }
+}
+
+/// Names of steps that are looked for, as [`Recorder::mark`] gets them.
+pub mod step {
+    /// The restored guest runs.
+    pub const VCPUS_RUN: &str = "vCPUs run";
+    /// The guest has become itself.
+    pub const CONFIGURED: &str = "guest configured";
+    /// The container is created, up to the execution of its program.
+    pub const CREATED: &str = "container created";
+    /// containerd has asked for the start of the program.
+    pub const START_RECEIVED: &str = "Start received";
+    /// The program runs.
+    pub const STARTED: &str = "container started";
+}
+
 /// Collects one [`StartTrace`].
 #[derive(Debug)]
 pub struct Recorder(Mutex<StartTrace>);
@@ -72,6 +131,24 @@ impl Recorder {
             monotonic_ns: monotonic_ns(),
         };
         self.change(|trace| trace.phases.push(phase));
+    }
+
+    /// How long the parts of the start took so far.
+    pub fn summary(&self) -> Summary {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .summary()
+    }
+
+    /// The last step that was done; empty before the first.
+    pub fn last_step(&self) -> String {
+        let trace = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        trace
+            .phases
+            .last()
+            .map(|phase| phase.name.clone())
+            .unwrap_or_default()
     }
 
     /// Change the trace.
@@ -172,6 +249,27 @@ mod tests {
             ("spec read", "restored")
         );
         assert!(first.monotonic_ns <= second.monotonic_ns);
+    }
+
+    #[test]
+    fn test_summary_has_what_was_reached() {
+        let recorder = Recorder::new("default", "web", 0);
+        assert_eq!(recorder.summary(), Summary::default());
+        assert_eq!(recorder.last_step(), "");
+        for name in [
+            step::VCPUS_RUN,
+            step::CONFIGURED,
+            step::CREATED,
+            step::START_RECEIVED,
+        ] {
+            recorder.mark(name);
+        }
+        let reached = recorder.summary();
+        let of_phases = reached.phases().map(|(_, ns)| ns.is_some());
+        assert_eq!(of_phases, [true, true, true, false]);
+        recorder.mark(step::STARTED);
+        assert!(recorder.summary().start_ns.is_some());
+        assert_eq!(recorder.last_step(), step::STARTED);
     }
 
     #[test]

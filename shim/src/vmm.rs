@@ -354,7 +354,7 @@ mod tests {
     }
 
     fn console(directory: &tempfile::TempDir) -> Console {
-        Console::new(&directory.path().join("console.log"))
+        Console::new(Some(directory.path().join("console.log")))
     }
 
     fn answer(vmm: &Channel, reply: Reply) -> Request {

@@ -9,6 +9,7 @@ mod crash;
 mod exec;
 mod files;
 mod identity;
+mod operator;
 mod restore;
 mod run;
 mod shortage;

@@ -178,8 +178,14 @@ fn unfinished_templates(found: &mut BTreeSet<String>) {
     found.extend(unfinished.map(|path| format!("unfinished template {}", path.display())));
 }
 
-/// What is kept on purpose: the record of past starts, and what is known about templates.
-const KEPT: &[&str] = &["/run/thaw/traces", "/run/thaw/.templates"];
+/// What is kept on purpose: the record of past starts, their counters, the consoles of guests where that
+/// was asked for, and what is known about templates.
+const KEPT: &[&str] = &[
+    "/run/thaw/traces",
+    "/run/thaw/.counters",
+    "/run/thaw/.consoles",
+    "/run/thaw/.templates",
+];
 
 /// All below `root`, but for what is [`KEPT`].
 fn files(root: &Path, found: &mut BTreeSet<String>) {

@@ -35,6 +35,12 @@ pub const READY_LINE: &str = "thaw-agent: ready";
 /// vsock port of the stdio streams.
 pub const STREAM_PORT: u32 = 1025;
 
+/// Most processes in an answer to `Processes`.
+pub const MOST_PROCESSES: usize = 1024;
+
+/// Most bytes of a text about one of them.
+pub const MOST_COMMAND_BYTES: usize = 256;
+
 /// Where the guest mounts the sandbox's file tree.
 pub const SHARE: &str = "/run/thaw/share";
 

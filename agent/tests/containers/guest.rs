@@ -14,7 +14,7 @@ use protobuf::MessageField;
 use protobuf::well_known_types::any::Any;
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use thaw_agent_api::agent_ttrpc::SandboxClient;
+use thaw_agent_api::agent_ttrpc::{OperatorClient, SandboxClient};
 use thaw_agent_api::{SPEC_TYPE_URL, StreamHeader, stream_uri};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::timeout;
@@ -30,6 +30,7 @@ pub struct Guest {
     directory: TempDir,
     pub task: TaskClient,
     pub sandbox: SandboxClient,
+    pub operator: OperatorClient,
     next_stream: AtomicU64,
 }
 
@@ -102,6 +103,7 @@ impl Guest {
         Some(Self {
             agent,
             task: TaskClient::new(client.clone()),
+            operator: OperatorClient::new(client.clone()),
             sandbox: SandboxClient::new(client),
             directory,
             next_stream: AtomicU64::new(1),

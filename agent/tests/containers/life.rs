@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use containerd_shim_protos::api;
 use serde_json::json;
-use thaw_agent_api::agent::{InfoRequest, QuiesceRequest};
+use thaw_agent_api::agent::{InfoRequest, ProcessesRequest, QuiesceRequest};
 use ttrpc::Code;
 
 use crate::guest::{collect, context, guest_or_skip, refusal, text};
@@ -326,5 +326,30 @@ async fn test_client_that_goes_away_during_create_leaves_a_whole_container() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(guest.wait("a", "").await.unwrap(), 0);
+    guest.delete("a", "").await.unwrap();
+}
+
+#[tokio::test]
+async fn test_an_operator_sees_a_container_s_processes() {
+    let guest = guest_or_skip!();
+    let _streams = guest.sleeper("a").await;
+    let answer = guest
+        .operator
+        .processes(context(), &ProcessesRequest::new())
+        .await
+        .unwrap();
+    let own = answer
+        .processes
+        .iter()
+        .find(|process| process.container_id == "a");
+    let own = own.unwrap_or_else(|| panic!("{answer:?}"));
+    assert!(own.command.contains("sleep"), "{own:?}");
+    let agent = answer
+        .processes
+        .iter()
+        .find(|process| process.pid == guest.agent_pid());
+    assert_eq!(agent.map(|agent| agent.container_id.as_str()), Some(""));
+    guest.kill("a", "", libc::SIGKILL, false).await.unwrap();
+    guest.wait("a", "").await.unwrap();
     guest.delete("a", "").await.unwrap();
 }

@@ -4,7 +4,10 @@ use std::io::{self, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
 use containerd_shim_protos::bootstrap_api::{BootstrapParams, LogLevel};
+use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use containerd_shim_protos::protobuf::{EnumOrUnknown, Message};
+
+use crate::settings::{self, RuntimeOptions, SettingsError};
 
 /// Most bytes of standard input: a ttrpc message, which the same things travel in elsewhere.
 const LIMIT: u64 = 4 << 20;
@@ -17,6 +20,8 @@ const SOCKET_DIRECTORY: &str = "/run/containerd/s";
 pub struct Bootstrap {
     /// From containerd 2.3 on.
     params: Option<BootstrapParams>,
+    /// Runtime options: before containerd 2.3 they are all that is there.
+    options: Option<Any>,
 }
 
 impl Bootstrap {
@@ -27,9 +32,35 @@ impl Bootstrap {
         if !io::stdin().is_terminal() {
             io::stdin().take(LIMIT).read_to_end(&mut bytes)?;
         }
-        Ok(Self {
-            params: parse(&bytes, id, namespace),
-        })
+        Self::parse(&bytes, id, namespace)
+    }
+
+    fn parse(bytes: &[u8], id: &str, namespace: &str) -> io::Result<Self> {
+        let params = parse(bytes, id, namespace);
+        let options = match &params {
+            // What else is sent along is not for this runtime to refuse.
+            Some(params) => params
+                .extensions
+                .iter()
+                .filter_map(|extension| extension.value.as_ref())
+                .find(|value| settings::is_known_type(&value.type_url))
+                .cloned(),
+            None => Some(Any::parse_from_bytes(bytes).map_err(|error| {
+                io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("standard input is neither runtime options nor parameters of a start: {error}"),
+                )
+            })?),
+        };
+        Ok(Self { params, options })
+    }
+
+    /// The runtime options.
+    pub fn options(&self) -> Result<Option<RuntimeOptions>, SettingsError> {
+        match &self.options {
+            Some(options) => RuntimeOptions::from_any(&options.type_url, &options.value),
+            None => Ok(None),
+        }
     }
 
     /// Whether containerd understands a structured answer.
@@ -92,13 +123,20 @@ fn parse(bytes: &[u8], id: &str, namespace: &str) -> Option<BootstrapParams> {
 
 #[cfg(test)]
 mod tests {
-    use containerd_shim_protos::protobuf::well_known_types::any::Any;
+    use containerd_shim_protos::bootstrap_api::Extension;
 
     use super::*;
 
     fn bootstrap(bytes: &[u8]) -> Bootstrap {
-        Bootstrap {
-            params: parse(bytes, "web", "default"),
+        Bootstrap::parse(bytes, "web", "default").unwrap()
+    }
+
+    /// Generic runtime options with a TOML text.
+    fn options() -> Any {
+        Any {
+            type_url: "runtimeoptions.v1.Options".into(),
+            value: [&[3 << 3 | 2, 13], &b"max_vcpus = 2"[..]].concat(),
+            ..Any::default()
         }
     }
 
@@ -123,16 +161,42 @@ mod tests {
 
     #[test]
     fn test_options_of_older_containerds_and_nothing() {
-        let options = Any {
-            type_url: "containerd.runc.v1.Options".into(),
-            value: vec![1, 2, 3],
-            ..Any::default()
-        };
-        for bytes in [options.write_to_bytes().unwrap(), Vec::new(), vec![0xff; 9]] {
+        for bytes in [options().write_to_bytes().unwrap(), Vec::new()] {
             let bootstrap = bootstrap(&bytes);
             assert!(!bootstrap.is_modern() && !bootstrap.wants_debug());
             assert_eq!(bootstrap.grpc_address("/flag"), "/flag");
             assert_eq!(bootstrap.socket_directory(), Path::new(SOCKET_DIRECTORY));
+            assert_eq!(bootstrap.options().unwrap().is_some(), !bytes.is_empty());
         }
+        let other = Any {
+            type_url: "kata.Options".into(),
+            ..Any::default()
+        };
+        let error = bootstrap(&other.write_to_bytes().unwrap()).options();
+        assert!(error.unwrap_err().to_string().contains("kata.Options"));
+        assert!(Bootstrap::parse(&[0xff; 9], "web", "default").is_err());
+    }
+
+    #[test]
+    fn test_options_of_containerd_2_3_are_found_among_what_else_is_sent() {
+        let other = Any {
+            type_url: "containerd.io/nri.v1.PluginConfig".into(),
+            ..Any::default()
+        };
+        let extension = |value| Extension {
+            value: Some(value).into(),
+            ..Extension::default()
+        };
+        let mut params = BootstrapParams {
+            instance_id: "web".into(),
+            namespace: "default".into(),
+            extensions: vec![extension(other)],
+            ..BootstrapParams::default()
+        };
+        let without = bootstrap(&params.write_to_bytes().unwrap());
+        assert_eq!(without.options().unwrap(), None);
+        params.extensions.push(extension(options()));
+        let with = bootstrap(&params.write_to_bytes().unwrap());
+        assert!(with.options().unwrap().is_some());
     }
 }

@@ -24,14 +24,18 @@ use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 use thaw_fault_points::point;
 
 use crate::cleanup;
+use crate::counters;
 use crate::daemon::Start;
-use crate::facts::{self, ContainerFacts, Facts, FactsFile};
+use crate::facts::{self, ContainerFacts, Exit, Facts, FactsFile};
 use crate::flags::{Action, Flags};
 use crate::network;
 use crate::process::timestamp;
-use crate::process_identity::ProcessIdentity;
-use crate::spec::BundleSpec;
+use crate::process_identity::{ProcessIdentity, boot_id};
+use crate::settings::{ConsoleLog, Settings, SettingsError};
+use crate::spec::{BundleSpec, SpecError};
 use crate::trace::{Recorder, monotonic_ns};
+use tracing::Level;
+
 pub use fork::Confirmation;
 use fork::Role;
 use input::Bootstrap;
@@ -46,7 +50,7 @@ pub fn main(arguments: impl IntoIterator<Item = String>) -> ExitCode {
     let origin_ns = monotonic_ns();
     let done = Flags::parse(arguments).map_err(io::Error::other).and_then(|flags| {
         match flags.action {
-            Action::Start => start(&flags, origin_ns),
+            Action::Start => start(&flags, origin_ns).inspect_err(count),
             Action::Delete => delete(&flags).map(|()| ExitCode::SUCCESS),
             Action::Info => info().map(|()| ExitCode::SUCCESS),
             Action::Version => version().map(|()| ExitCode::SUCCESS),
@@ -63,12 +67,28 @@ pub fn main(arguments: impl IntoIterator<Item = String>) -> ExitCode {
     })
 }
 
+/// Count a start that has failed before there was a shim.
+fn count(error: &io::Error) {
+    let cause = error.get_ref();
+    let refused = cause.is_some_and(|cause| cause.is::<SpecError>() || cause.is::<SettingsError>());
+    let reason = if refused {
+        "invalid_argument"
+    } else {
+        "failed"
+    };
+    // The error itself is told; standard error has place for no other.
+    let _ = counters::count_failure(&counters::directory(), reason, "start received");
+}
+
 /// Start a shim for the container whose bundle is the working directory, unless its sandbox has one,
 /// and tell containerd where it listens.
 fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
     let bootstrap = Bootstrap::read(&flags.id, &flags.namespace)?;
     let bundle = std::env::current_dir()?;
     let spec = BundleSpec::read(&bundle).map_err(io::Error::other)?;
+    let options = bootstrap.options().map_err(io::Error::other)?;
+    let settings =
+        Settings::resolve(options.as_ref(), &spec.view.annotations).map_err(io::Error::other)?;
     let sandbox = spec.view.group().unwrap_or(&flags.id).to_owned();
     let running = running_sandbox(&flags.namespace, &sandbox)?;
     let siblings = running.as_ref().map(Facts::siblings).unwrap_or_default();
@@ -106,6 +126,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
         &bundle,
         &socket,
         spec.view.group().is_some(),
+        &settings,
     )?;
     point("start-noted");
     let listener = match socket::bind(&socket)? {
@@ -128,7 +149,13 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
         listener,
         vmm_network,
         events_address: bootstrap.events_address(),
-        debug: flags.debug || bootstrap.wants_debug(),
+        settings,
+        options,
+        log_level: if flags.debug || bootstrap.wants_debug() {
+            Level::DEBUG
+        } else {
+            Level::INFO
+        },
         trace,
     };
     drop(claiming);
@@ -171,6 +198,7 @@ fn claim(
     bundle: &Path,
     socket: &Path,
     group: bool,
+    settings: &Settings,
 ) -> io::Result<FactsFile> {
     let directory = facts::sandbox_directory(facts::root(), &flags.namespace, sandbox)?;
     if directory.exists() {
@@ -202,6 +230,9 @@ fn claim(
         bundle: bundle.to_owned(),
         socket: socket.to_owned(),
         shim: Some(ProcessIdentity::current()?),
+        boot: boot_id()?,
+        started_ns: Exit::now(0).at_ns,
+        keep_console: settings.console == ConsoleLog::Keep,
         ..Facts::default()
     };
     FactsFile::create(facts::root(), facts)

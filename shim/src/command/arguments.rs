@@ -38,7 +38,32 @@ pub(super) enum Command {
         id: Option<String>,
         json: bool,
     },
-    Gc,
+    Ps {
+        json: bool,
+    },
+    Top {
+        sandbox: Named,
+        json: bool,
+    },
+    Logs {
+        sandbox: Named,
+        follow: bool,
+        json: bool,
+    },
+    Gc {
+        dry: bool,
+        json: bool,
+    },
+    Metrics {
+        address: Option<String>,
+    },
+}
+
+/// A sandbox, by its own or a container's name.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Named {
+    pub id: String,
+    pub namespace: Option<String>,
 }
 
 /// Everything that may be given, before it is known whether the command takes it.
@@ -50,8 +75,12 @@ struct Given {
     all: bool,
     help: bool,
     version: bool,
+    dry: bool,
+    follow: bool,
     vcpus: Option<u8>,
     memory_mib: Option<u32>,
+    namespace: Option<String>,
+    address: Option<String>,
 }
 
 /// Parse arguments that follow the program's name.
@@ -67,6 +96,10 @@ pub(super) fn parse(
             Arg::Short('v') | Arg::Long("verbose") => given.verbose = true,
             Arg::Long("json") => given.json = true,
             Arg::Long("all") => given.all = true,
+            Arg::Short('n') | Arg::Long("dry-run") => given.dry = true,
+            Arg::Short('f') | Arg::Long("follow") => given.follow = true,
+            Arg::Long("namespace") => given.namespace = Some(parser.value()?.string()?),
+            Arg::Long("listen") => given.address = Some(parser.value()?.string()?),
             Arg::Long("vcpus") => given.vcpus = Some(parser.value()?.parse()?),
             Arg::Long("memory") => given.memory_mib = Some(parser.value()?.parse()?),
             Arg::Value(word) => given.words.push(word.string()?),
@@ -100,12 +133,49 @@ impl Given {
                 id: words.next(),
                 json: take(&mut self.json),
             },
-            Some("gc") => Command::Gc,
+            Some("ps") => Command::Ps {
+                json: take(&mut self.json),
+            },
+            Some("top") => Command::Top {
+                sandbox: self.named("top", &mut words)?,
+                json: take(&mut self.json),
+            },
+            Some("logs") => {
+                let follow = take(&mut self.follow);
+                Command::Logs {
+                    sandbox: self.named("logs", &mut words)?,
+                    follow,
+                    // What comes bit by bit is no list.
+                    json: !follow && take(&mut self.json),
+                }
+            }
+            Some("gc") => Command::Gc {
+                dry: take(&mut self.dry),
+                json: take(&mut self.json),
+            },
+            Some("metrics") => Command::Metrics {
+                address: self.address.take(),
+            },
             Some(other) => return Err(format!("there is no command {other:?}").into()),
             None => return Err("a command is missing".into()),
         };
         self.finish(words.next())?;
         Ok(command)
+    }
+
+    /// The sandbox that `command` is to be about.
+    fn named(
+        &mut self,
+        command: &str,
+        words: &mut impl Iterator<Item = String>,
+    ) -> Result<Named, lexopt::Error> {
+        let id = words
+            .next()
+            .ok_or_else(|| format!("`{command}` takes the ID of a sandbox or container"))?;
+        Ok(Named {
+            id,
+            namespace: self.namespace.take(),
+        })
     }
 
     fn template(
@@ -139,6 +209,10 @@ impl Given {
         let unused = [
             (self.json, "--json"),
             (self.all, "--all"),
+            (self.dry, "--dry-run"),
+            (self.follow, "--follow"),
+            (self.namespace.is_some(), "--namespace"),
+            (self.address.is_some(), "--listen"),
             (self.vcpus.is_some(), "--vcpus"),
             (self.memory_mib.is_some(), "--memory"),
         ];
@@ -167,6 +241,10 @@ mod tests {
     #[test]
     fn test_commands_are_understood() {
         let key = || Some("ab".to_owned());
+        let named = |namespace: Option<&str>| Named {
+            id: "web".to_owned(),
+            namespace: namespace.map(str::to_owned),
+        };
         for (line, command) in [
             ("help", Command::Help),
             ("template build --help", Command::Help),
@@ -209,7 +287,43 @@ mod tests {
                     json: true,
                 },
             ),
-            ("gc", Command::Gc),
+            (
+                "gc",
+                Command::Gc {
+                    dry: false,
+                    json: false,
+                },
+            ),
+            (
+                "gc -n --json",
+                Command::Gc {
+                    dry: true,
+                    json: true,
+                },
+            ),
+            ("ps --json", Command::Ps { json: true }),
+            (
+                "top web",
+                Command::Top {
+                    sandbox: named(None),
+                    json: false,
+                },
+            ),
+            (
+                "logs -f web --namespace k8s.io",
+                Command::Logs {
+                    sandbox: named(Some("k8s.io")),
+                    follow: true,
+                    json: false,
+                },
+            ),
+            ("metrics", Command::Metrics { address: None }),
+            (
+                "metrics --listen unix:/run/m",
+                Command::Metrics {
+                    address: Some("unix:/run/m".to_owned()),
+                },
+            ),
         ] {
             assert_eq!(parsed(line), Ok(command), "{line}");
         }
@@ -231,8 +345,18 @@ mod tests {
             "template build --memory 1G",
             "template list --all",
             "doctor --vcpus 2",
-            "gc --json",
             "gc now",
+            "gc -f",
+            "ps web",
+            "ps -n",
+            "top",
+            "top a b",
+            "top web --follow",
+            "logs",
+            "logs web -f --json",
+            "metrics --json",
+            "metrics --listen",
+            "ps --namespace a",
             "trace a b",
             "doctor --yaml",
         ] {

@@ -3,8 +3,13 @@
 mod arguments;
 mod doctor;
 mod gc;
+mod logs;
+mod metrics;
 mod output;
+mod ps;
+mod sandboxes;
 mod template;
+mod top;
 mod trace;
 
 use std::ffi::OsString;
@@ -18,19 +23,29 @@ use tracing::Level;
 const USAGE: &str = "\
 Usage: thaw [-v] COMMAND
 
-Commands:
+Sandboxes:
+  ps [--json]               show the sandboxes of this host: what they do, how long their start
+                            took, what they take of the host's memory
+  top ID [--json]           show the processes in the guest of a sandbox
+  logs ID [-f | --json]     show what the guest's kernel has printed; -f: until the sandbox ends
+  trace [ID] [--json]       show where the time of recent starts went
+  gc [-n] [--json]          remove what killed processes have left behind; -n: only say what
+
+The host:
   doctor [--json]           say whether this host can run thaw, and what to do where it cannot
+  metrics [--listen unix:PATH]
+                            print counters and sizes for Prometheus, or serve them on a socket
   template build [--vcpus N] [--memory MIB]
                             build a template now rather than at the first start that needs it
   template list [--json]    show the templates of this host
   template verify [KEY]     compare a template's digests, or every template's
   template remove KEY | --all
                             remove templates; running sandboxes are not affected
-  trace [ID] [--json]       show where the time of recent starts went
-  gc                        remove what killed processes have left behind
   help, version
 
-A KEY may be shortened. -v shows on standard error what is being done.
+An ID is that of a sandbox or of a container; --namespace NAMESPACE says in which of containerd's
+namespaces it is, where several have one. A KEY may be shortened. -v shows on standard error what is
+being done.
 ";
 
 /// Run the command with `arguments` (without the program's name). Writes results to standard
@@ -89,7 +104,23 @@ fn run(command: Command, output: &mut dyn Write) -> Result<bool> {
         Command::TemplateVerify { key } => template::verify(key.as_deref(), output),
         Command::TemplateRemove { key } => template::remove(key.as_deref(), output),
         Command::Trace { id, json } => trace::run(id.as_deref(), json, output),
-        Command::Gc => gc::run(output),
+        Command::Ps { json } => ps::run(json, output),
+        Command::Top { sandbox, json } => {
+            top::run(&sandbox.id, sandbox.namespace.as_deref(), json, output)
+        }
+        Command::Logs {
+            sandbox,
+            follow,
+            json,
+        } => logs::run(
+            &sandbox.id,
+            sandbox.namespace.as_deref(),
+            follow,
+            json,
+            output,
+        ),
+        Command::Gc { dry, json } => gc::run(dry, json, output),
+        Command::Metrics { address } => metrics::run(address.as_deref(), output),
     }
 }
 

@@ -3,6 +3,8 @@
 use std::io::{self, Write};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use serde::Serialize;
+
 /// Write rows in columns as wide as their widest cell. The last column is not padded.
 pub(super) fn table(output: &mut dyn Write, rows: &[Vec<String>]) -> io::Result<()> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
@@ -26,6 +28,12 @@ pub(super) fn table(output: &mut dyn Write, rows: &[Vec<String>]) -> io::Result<
     Ok(())
 }
 
+/// Write `value` as JSON for people and programs, with a line's end.
+pub(super) fn json<T: Serialize + ?Sized>(output: &mut dyn Write, value: &T) -> io::Result<()> {
+    serde_json::to_writer_pretty(&mut *output, value)?;
+    writeln!(output)
+}
+
 /// Bytes in binary units.
 pub(super) fn bytes(bytes: u64) -> String {
     match bytes {
@@ -37,6 +45,11 @@ pub(super) fn bytes(bytes: u64) -> String {
 
 /// How long ago a time was, given in seconds since 1970.
 pub(super) fn ago(seconds: u64) -> String {
+    format!("{} ago", age(seconds))
+}
+
+/// How long it has been since a time, given in seconds since 1970.
+pub(super) fn age(seconds: u64) -> String {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
@@ -46,10 +59,10 @@ pub(super) fn ago(seconds: u64) -> String {
 
 fn elapsed(seconds: u64) -> String {
     match seconds {
-        0..120 => format!("{seconds} s ago"),
-        120..7200 => format!("{} min ago", seconds / 60),
-        7200..172_800 => format!("{} h ago", seconds / 3600),
-        _ => format!("{} days ago", seconds / 86_400),
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
     }
 }
 
@@ -83,9 +96,9 @@ mod tests {
         assert_eq!(bytes(1), "1 KiB");
         assert_eq!(bytes(100 << 20), "100 MiB");
         assert_eq!(bytes(3 << 29), "1.5 GiB");
-        assert_eq!(elapsed(119), "119 s ago");
-        assert_eq!(elapsed(3600), "60 min ago");
-        assert_eq!(elapsed(86_400 * 3), "3 days ago");
+        assert_eq!(elapsed(119), "119 s");
+        assert_eq!(elapsed(3600), "60 min");
+        assert_eq!(elapsed(86_400 * 3), "3 days");
         assert_eq!(milliseconds(1_239_999_999), "1239.99");
         assert_eq!(milliseconds(50_000), "0.05");
     }

@@ -9,6 +9,7 @@ use thaw_vmm_control::Shape;
 
 use super::output::{ago, bytes, table};
 use crate::paths::{Installation, TEMPLATE_DIRECTORY};
+use crate::settings::Settings;
 use crate::spec;
 use crate::template::{Abandonment, Origin, StoredTemplate, TemplateStore, Trust};
 
@@ -23,12 +24,15 @@ pub(super) fn build(
     output: &mut dyn Write,
 ) -> Result<bool> {
     let host = std::thread::available_parallelism().map_or(1, usize::from);
-    let unlimited = spec::shape(&spec::Spec::default(), host, u64::MAX)?;
+    let settings = Settings::of_host()?;
+    let memory = crate::daemon::host_memory();
+    let unlimited = spec::shape(&spec::Spec::default(), &settings, host, memory)?;
     let vcpus = vcpus.unwrap_or(unlimited.vcpus());
     let shape = Shape::new(vcpus, memory_mib.unwrap_or(unlimited.memory_mib()))?;
     let installation = Installation::find()?;
     let begin = Instant::now();
-    let template = store().obtain(&installation, shape, &Abandonment::default())?;
+    let store = store().with_budget_mib(settings.template_budget_mib);
+    let template = store.obtain(&installation, shape, &Abandonment::default())?;
     let (key, seconds) = (template.key, begin.elapsed().as_secs_f32());
     match template.origin {
         Origin::Built => writeln!(output, "built {key} ({shape}) in {seconds:.1} s")?,

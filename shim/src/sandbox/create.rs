@@ -24,7 +24,7 @@ use crate::mounts::ContainerMounts;
 use crate::process::Process;
 use crate::spec::{BundleSpec, guest_spec};
 use crate::stdio::{Connections, Context, Paths, Stdio, Streams};
-use crate::trace::{Recorder, monotonic_ns};
+use crate::trace::{Recorder, monotonic_ns, step};
 use crate::vmm::Vmm;
 
 /// What a creation needs beside the container.
@@ -41,7 +41,7 @@ impl Sandbox {
         point("shim-admitted");
         match self.make(&container, making).await {
             Ok(agent) => {
-                container.trace.mark("container created");
+                container.trace.mark(step::CREATED);
                 point("shim-created");
                 container.set_created(agent);
                 self.publish_create(&container, &request);
@@ -49,6 +49,7 @@ impl Sandbox {
                 Ok(container.pid())
             }
             Err(error) => {
+                self.count_failure(&container.trace, &error);
                 let error = self.with_memory_limit(error);
                 if self.close_if_alone(&container) {
                     self.tear_down().await;
@@ -75,6 +76,7 @@ impl Sandbox {
             let text = "restoring a container from a checkpoint is not supported".to_owned();
             return Err(TaskError::InvalidArgument(text));
         }
+        self.check_options(request)?;
         self.lock_containers().check_free(id)?;
         let prepared = self.take_prepared(id);
         let first = prepared.is_some();

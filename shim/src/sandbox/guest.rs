@@ -21,7 +21,9 @@ use crate::cgroup;
 use crate::console::Console;
 use crate::error::TaskError;
 use crate::paths::{Installation, TEMPLATE_DIRECTORY};
+use crate::settings::ConsoleLog;
 use crate::template::{Template, TemplateStore};
+use crate::trace::step;
 use crate::vmm::{Vmm, VmmError};
 
 /// Bytes of entropy that a guest is given.
@@ -43,6 +45,10 @@ pub struct Plan {
     pub cgroup: Option<PathBuf>,
     /// The kernel's readiness to kill the VMM for memory.
     pub oom_score_adj: i32,
+    /// What becomes of the guest's console.
+    pub console: ConsoleLog,
+    /// Disk space that all templates may take, in MiB.
+    pub template_budget_mib: u32,
 }
 
 /// A guest that is itself and answers.
@@ -151,8 +157,11 @@ impl Sandbox {
             network,
             cgroup,
             oom_score_adj,
+            console,
+            template_budget_mib,
         } = plan;
         self.trace.change(|trace| trace.shape = shape.to_string());
+        self.note(|facts| facts.shape = Some(shape));
         let (program, root) = (installation.vmm.clone(), self.facts.export());
         let launched = tokio::task::spawn_blocking(move || {
             let log = std::io::stderr();
@@ -166,8 +175,9 @@ impl Sandbox {
         });
         let abandonment = self.abandonment.clone();
         let template = tokio::task::spawn_blocking(move || {
-            let store = TemplateStore::new(TEMPLATE_DIRECTORY);
-            store.obtain(&installation, shape, &abandonment)
+            TemplateStore::new(TEMPLATE_DIRECTORY)
+                .with_budget_mib(template_budget_mib)
+                .obtain(&installation, shape, &abandonment)
         });
         let cgroup = match cgroup {
             Some(path) => Some(self.make_cgroup(path).await?),
@@ -176,7 +186,7 @@ impl Sandbox {
         let launched = launched.await.map_err(failed)?.map_err(failed)?;
         point("shim-launched");
         self.trace.mark("VMM started");
-        let vmm = self.adopt(launched, oom_score_adj)?;
+        let vmm = self.adopt(launched, oom_score_adj, console)?;
         let template = template.await.map_err(failed)?.map_err(failed)?;
         self.trace.mark("template open");
         let Template {
@@ -202,9 +212,14 @@ impl Sandbox {
     }
 
     /// Take over the VMM that was started.
-    fn adopt(&self, launched: Launched, oom_score_adj: i32) -> Result<Arc<Vmm>, TaskError> {
-        let vmm =
-            Arc::new(Vmm::new(launched, Console::new(&self.facts.console())).map_err(failed)?);
+    fn adopt(
+        &self,
+        launched: Launched,
+        oom_score_adj: i32,
+        console: ConsoleLog,
+    ) -> Result<Arc<Vmm>, TaskError> {
+        let file = (console != ConsoleLog::Off).then(|| self.facts.console());
+        let vmm = Arc::new(Vmm::new(launched, Console::new(file)).map_err(failed)?);
         let identity = vmm.identity();
         // Set once: a sandbox has one VMM.
         let _ = self.vmm.set(vmm.clone());
@@ -245,7 +260,7 @@ impl Sandbox {
     /// Let the guest run, connect to its agent, and make it itself.
     async fn wake(&self, vmm: &Vmm, hostname: String) -> Result<Agent, TaskError> {
         vmm.order(Request::Run, Vec::new()).await?;
-        self.trace.mark("vCPUs run");
+        self.trace.mark(step::VCPUS_RUN);
         let (ours, guests) = UnixStream::pair().map_err(failed)?;
         let connect = Request::ConnectVsock { port: CONTROL_PORT };
         vmm.order(connect, vec![OwnedFd::from(guests)]).await?;
@@ -255,7 +270,7 @@ impl Sandbox {
             return Err(self.explain(vmm, error.into()).await);
         }
         point("shim-configured");
-        self.trace.mark("guest configured");
+        self.trace.mark(step::CONFIGURED);
         Ok(agent)
     }
 

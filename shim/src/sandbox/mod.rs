@@ -17,6 +17,7 @@ mod exec;
 mod exit;
 mod guest;
 mod memory;
+mod operator;
 mod requests;
 mod shutdown;
 
@@ -31,9 +32,11 @@ use tracing::{debug, error, warn};
 
 use crate::anchor::Anchor;
 use crate::cgroup;
+use crate::consoles;
 use crate::error::TaskError;
 use crate::events::Publisher;
 use crate::facts::{self, FactsFile};
+use crate::settings::RuntimeOptions;
 use crate::spec::BundleSpec;
 use crate::template::Abandonment;
 use crate::trace::Recorder;
@@ -84,6 +87,10 @@ pub struct Home {
     pub traces: PathBuf,
     /// The empty directory that becomes the root of anchors.
     pub empty: PathBuf,
+    /// Directory of the counters of all sandboxes.
+    pub counters: PathBuf,
+    /// The runtime options that the sandbox was started with.
+    pub options: Option<RuntimeOptions>,
 }
 
 /// What the container that a sandbox is started for needs, before containerd asks for it.
@@ -235,6 +242,9 @@ impl Sandbox {
             warn!(%error, "unmounting the sandbox's file tree");
         }
         point("shim-unexported");
+        if let Err(error) = consoles::keep(self.facts.directory(), &facts) {
+            warn!(%error, "keeping what the guest's console has said");
+        }
         if let Err(error) = facts::remove_directory(self.facts.directory()) {
             warn!(%error, "removing the sandbox's directory");
         }

@@ -24,7 +24,7 @@ use crate::container::Container;
 use crate::error::TaskError;
 use crate::facts::{Exit, KILLED};
 use crate::process::{Life, Process, timestamp};
-use crate::trace::Recorder;
+use crate::trace::{Recorder, step};
 
 /// How long output may stand still before a deletion gives it up.
 const DELETE_PATIENCE: Duration = Duration::from_secs(10);
@@ -48,18 +48,20 @@ impl Sandbox {
             let text = format!("container {} was started before", container.id);
             return Err(TaskError::FailedPrecondition(text));
         }
-        container.trace.mark("Start received");
+        container.trace.mark(step::START_RECEIVED);
         let agent = container.agent()?;
         let inner = StartRequest {
             id: container.guest_id.clone(),
             ..StartRequest::default()
         };
         if let Err(error) = agent.start(&inner).await {
-            return Err(self.explain(self.vmm()?, error.into()).await);
+            let error = self.explain(self.vmm()?, error.into()).await;
+            self.count_failure(&container.trace, &error);
+            return Err(error);
         }
         point("shim-started");
         init.set_running();
-        container.trace.mark("container started");
+        container.trace.mark(step::STARTED);
         let event = TaskStart {
             container_id: container.id.clone(),
             pid: container.pid(),
@@ -90,6 +92,7 @@ impl Sandbox {
         if let Err(error) = trace.write(&self.home.traces) {
             warn!(%error, "writing the trace of a start");
         }
+        self.count_start(&trace);
         crate::daemon::give_memory_back();
     }
 

@@ -148,11 +148,12 @@ impl ScratchDirectory {
         Ok(())
     }
 
-    /// Remove what killed processes have left in `parent`. Whatever cannot be removed is logged.
-    pub fn remove_stale(parent: &Path) {
+    /// What killed processes have left in `parent`. Whatever cannot be looked after is logged.
+    pub fn stale(parent: &Path) -> Vec<Self> {
         let Ok(entries) = fs::read_dir(parent) else {
-            return;
+            return Vec::new();
         };
+        let mut found = Vec::new();
         for entry in entries.flatten() {
             if !entry.file_name().to_string_lossy().starts_with(SCRATCH) {
                 continue;
@@ -161,19 +162,42 @@ impl ScratchDirectory {
             let stale = File::open(&path)
                 .and_then(|directory| flock(directory, FlockArg::LockExclusiveNonblock));
             match stale {
-                Ok(Some(flock)) => {
-                    tracing::info!(path = %path.display(), "removing what a killed build has left");
-                    drop(Self {
-                        flock: Some(flock),
-                        path,
-                    });
-                }
+                Ok(Some(flock)) => found.push(Self {
+                    flock: Some(flock),
+                    path,
+                }),
                 Ok(None) => {}
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => {
                     tracing::warn!(path = %path.display(), %error, "cannot look after a build's directory");
                 }
             }
+        }
+        found
+    }
+
+    /// Remove what killed processes have left in `parent`; what that was, and what came of it.
+    pub fn remove_stale(parent: &Path) -> Vec<(PathBuf, io::Result<()>)> {
+        let stale = Self::stale(parent).into_iter();
+        let removed = stale.map(|mut directory| {
+            tracing::info!(path = %directory.path.display(), "removing what a killed build has left");
+            let result = directory.remove();
+            directory.flock = None;
+            (directory.path.clone(), result)
+        });
+        removed.collect()
+    }
+
+    /// Leave it where it is, for whoever comes next.
+    pub fn leave(mut self) -> PathBuf {
+        self.flock = None;
+        std::mem::take(&mut self.path)
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        match fs::remove_dir_all(&self.path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
         }
     }
 }
@@ -183,11 +207,8 @@ impl Drop for ScratchDirectory {
         if self.flock.is_none() {
             return;
         }
-        match fs::remove_dir_all(&self.path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                tracing::warn!(path = %self.path.display(), %error, "cannot remove a build's directory");
-            }
-            _ => {}
+        if let Err(error) = self.remove() {
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove a build's directory");
         }
     }
 }

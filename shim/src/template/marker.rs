@@ -3,7 +3,7 @@
 use std::fs::{DirBuilder, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -72,10 +72,4 @@ impl Markers {
             _ => {}
         }
     }
-}
-
-/// The id of this boot of the host.
-pub(super) fn boot_id() -> io::Result<String> {
-    let text = std::fs::read_to_string(Path::new("/proc/sys/kernel/random/boot_id"))?;
-    Ok(text.trim().to_owned())
 }

@@ -19,9 +19,10 @@ use super::digest::{Digest, FileIdentity};
 use super::key::{KeyInputs, TemplateKey};
 use super::lock::{KeyLock, ScratchDirectory, last_use, note_use};
 use super::manifest::Manifest;
-use super::marker::{Marker, Markers, boot_id};
+use super::marker::{Marker, Markers};
 use super::{Origin, Template, TemplateError};
 use crate::paths::{Installation, RUNTIME_DIRECTORY};
+use crate::process_identity::boot_id;
 
 /// The templates of one directory. Any number of processes may use it at once.
 pub struct TemplateStore {
@@ -83,6 +84,12 @@ impl TemplateStore {
             markers: Markers::new(markers),
             budget: budget::DISK_BUDGET,
         }
+    }
+
+    /// The same store, with another bound on the disk space that all templates take together.
+    pub fn with_budget_mib(mut self, mib: u32) -> Self {
+        self.budget = u64::from(mib) << 20;
+        self
     }
 
     /// Where the templates are.
@@ -305,10 +312,21 @@ impl TemplateStore {
             .map_err(|error| TemplateError::system(format!("removing template {key}"), error))
     }
 
-    /// Remove what killed processes have left behind.
-    pub fn remove_stale(&self) {
-        ScratchDirectory::remove_stale(&self.directory);
-        ScratchDirectory::remove_stale(Path::new(RUNTIME_DIRECTORY));
+    /// Remove what killed builders have left here and in `runtime`, usually
+    /// [`RUNTIME_DIRECTORY`]; what that was, and what came of it.
+    pub fn remove_stale(&self, runtime: &Path) -> Vec<(PathBuf, io::Result<()>)> {
+        let removed = [&self.directory, runtime].map(ScratchDirectory::remove_stale);
+        removed.into_iter().flatten().collect()
+    }
+
+    /// What killed builders have left here and in `runtime`.
+    pub fn stale(&self, runtime: &Path) -> Vec<PathBuf> {
+        let found = [&self.directory, runtime].map(ScratchDirectory::stale);
+        found
+            .into_iter()
+            .flatten()
+            .map(ScratchDirectory::leave)
+            .collect()
     }
 
     fn lock_existing(&self, key: TemplateKey) -> Result<KeyLock, TemplateError> {

@@ -11,6 +11,7 @@ use nix::unistd::{AccessFlags, access};
 
 use super::{Check, containerd};
 use crate::paths::{Installation, InstallationError, TEMPLATE_DIRECTORY};
+use crate::settings::{CONFIGURATION, Settings, SettingsError};
 use crate::template::KvmFlavour;
 
 /// The oldest kernel that is served.
@@ -42,10 +43,20 @@ pub(super) fn all() -> Vec<Check> {
         user_namespaces(fs::read_to_string("/proc/sys/user/max_user_namespaces")),
         tun(fs::metadata("/dev/net/tun").is_ok_and(|m| m.file_type().is_char_device())),
         installation(Installation::find()),
+        configuration(Settings::of_host()),
         containerd::check_shim(),
         templates(Path::new(TEMPLATE_DIRECTORY)),
         containerd::check(),
     ]
+}
+
+fn configuration(settings: Result<Settings, SettingsError>) -> Check {
+    const NAME: &str = "configuration";
+    match settings {
+        Ok(settings) if settings == Settings::default() => Check::ok(NAME, "the defaults"),
+        Ok(_) => Check::ok(NAME, CONFIGURATION),
+        Err(error) => Check::failed(NAME, error.to_string(), format!("correct {CONFIGURATION}")),
+    }
 }
 
 fn user(is_root: bool) -> Check {
@@ -253,6 +264,22 @@ fn templates(directory: &Path) -> Check {
 mod tests {
     use super::super::Status;
     use super::*;
+
+    #[test]
+    fn test_configuration_is_told_with_what_is_wrong_in_it() {
+        assert_eq!(configuration(Ok(Settings::default())).found, "the defaults");
+        let error = SettingsError::Refused {
+            place: format!("{CONFIGURATION}, line 3"),
+            problem: "there is no field \"x\"".into(),
+        };
+        let check = configuration(Err(error));
+        assert_eq!(check.status, Status::Failed);
+        assert!(
+            check.found.contains("line 3: there is no field"),
+            "{}",
+            check.found
+        );
+    }
 
     #[test]
     fn test_kvm_without_a_flag_is_named_as_emulation() {

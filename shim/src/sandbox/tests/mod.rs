@@ -4,6 +4,7 @@
 mod ends;
 mod fake;
 mod group;
+mod operator;
 
 use std::fs;
 use std::os::unix::net::UnixListener;
@@ -94,7 +95,7 @@ async fn set(grouped: bool) -> Scene {
     let containerd = fake::Containerd::serve(&path("events")).await;
     let publisher = Publisher::new("default", path("events").to_str());
     let (launched, connections) = fake::vmm();
-    let vmm = Arc::new(Vmm::new(launched, Console::new(&facts.console())).unwrap());
+    let vmm = Arc::new(Vmm::new(launched, Console::new(Some(facts.console()))).unwrap());
     let agent = Arc::new(fake::Agent::default());
     agent.serve(directory.path(), connections);
     let (end, guest) = (vmm.clone(), agent.clone());
@@ -112,6 +113,8 @@ async fn set(grouped: bool) -> Scene {
             mount_namespace: fs::File::open("/proc/self/ns/mnt").unwrap().into(),
             traces: path("traces"),
             empty: path("empty"),
+            counters: path("counters"),
+            options: None,
         },
         "web".into(),
         Err(String::new()),
