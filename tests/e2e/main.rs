@@ -1,13 +1,14 @@
 //! End-to-end tests: containers through real containerd, of three versions.
 //!
-//! `run`, `exec`, `stdio`, `files` and most of `tasks` hold for every runtime, and `make e2e-runc` shows that they do
-//! with runc; the others are about what only thaw does.
+//! `run`, `exec`, `stdio`, `files` and most of `tasks` and `group` hold for every runtime, and
+//! `make e2e-runc` shows that they do with runc; the others are about what only thaw does.
 
 mod cleanup;
 mod containerd_client;
 mod crash;
 mod exec;
 mod files;
+mod group;
 mod identity;
 mod operator;
 mod restore;

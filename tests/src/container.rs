@@ -37,6 +37,13 @@ impl<'a> Run<'a> {
         &self.id
     }
 
+    /// Under a certain name.
+    #[must_use]
+    pub fn named(mut self, id: &str) -> Self {
+        self.id = id.to_owned();
+        self
+    }
+
     /// Adds options of `ctr run`.
     #[must_use]
     pub fn options<S: Into<String>>(mut self, options: impl IntoIterator<Item = S>) -> Self {
@@ -117,6 +124,11 @@ impl<'a> Run<'a> {
     #[track_caller]
     pub fn detach(self) -> Container<'a> {
         finish(&mut self.to_command(&["--detach"])).succeeded();
+        self.detached()
+    }
+
+    /// The container, where the caller has started it detached.
+    pub fn detached(self) -> Container<'a> {
         Container {
             bed: self.bed,
             id: self.id,

@@ -77,6 +77,15 @@ pub struct Processes {
     pub anchor: i32,
 }
 
+/// The processes of a sandbox that are not those of one container.
+#[derive(Debug, Clone, Copy)]
+pub struct SandboxProcesses {
+    /// The shim that serves containerd.
+    pub shim: i32,
+    /// The VMM.
+    pub vmm: i32,
+}
+
 /// The processes of the sandbox that container `id` is alone in.
 ///
 /// # Panics
@@ -92,6 +101,40 @@ pub fn processes(id: &str) -> Processes {
         shim: pid(&facts["shim"]),
         vmm: pid(&facts["vmm"]),
         anchor: pid(&facts["containers"][id]["anchor"]),
+    }
+}
+
+/// Names of the sandboxes that there are, in order.
+pub fn sandboxes() -> Vec<String> {
+    let Ok(entries) = fs::read_dir(Path::new("/run/thaw").join(NAMESPACE)) else {
+        return Vec::new();
+    };
+    let names = entries.flatten().map(|entry| entry.file_name());
+    let mut names: Vec<_> = names
+        .map(|name| name.to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+/// Ids of the containers of a sandbox, in order.
+pub fn containers(sandbox: &str) -> Vec<String> {
+    let facts = facts(sandbox).unwrap_or_default();
+    let containers = facts["containers"].as_object();
+    containers.map_or_else(Vec::new, |containers| containers.keys().cloned().collect())
+}
+
+/// Shim and VMM of a sandbox.
+///
+/// # Panics
+///
+/// When they are not both there.
+#[track_caller]
+pub fn sandbox(name: &str) -> SandboxProcesses {
+    let facts = facts(name).unwrap_or_else(|| panic!("there are no facts about {name}"));
+    match (pid_of(&facts["shim"]), pid_of(&facts["vmm"])) {
+        (Some(shim), Some(vmm)) => SandboxProcesses { shim, vmm },
+        _ => panic!("a process is missing in {facts:#}"),
     }
 }
 
