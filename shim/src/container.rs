@@ -14,6 +14,7 @@ use tracing::{debug, warn};
 use crate::agent::Agent;
 use crate::anchor::{Anchor, REPORT_LENGTH};
 use crate::error::TaskError;
+use crate::facts::{Exit, KILLED};
 use crate::mounts::ContainerMounts;
 use crate::process::{Life, Process};
 use crate::trace::Recorder;
@@ -309,6 +310,15 @@ impl Container {
             .filter(|exec| exec.is_running())
             .cloned()
             .collect()
+    }
+
+    /// The container is deleted: who waits for an exec that was never started waits for nothing.
+    pub fn end_execs(&self) {
+        for exec in self.lock_execs().by_id.values() {
+            if !matches!(exec.process.life(), Life::Stopped(_)) {
+                exec.process.set_stopped(Exit::now(KILLED));
+            }
+        }
     }
 
     fn lock_execs(&self) -> MutexGuard<'_, Execs> {

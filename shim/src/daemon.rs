@@ -24,7 +24,7 @@ use ttrpc::asynchronous::{Server, transport::Listener};
 use crate::anchor::Anchor;
 use crate::bootstrap::Confirmation;
 use crate::cgroup;
-use crate::events::Publisher;
+use crate::events::{PublishProgram, Publisher, Route};
 use crate::facts::FactsFile;
 use crate::mounts;
 use crate::operator;
@@ -64,7 +64,7 @@ pub struct Start {
     pub listener: UnixListener,
     /// The network namespace for the VMM; a new one without.
     pub vmm_network: Option<OwnedFd>,
-    /// Where events go.
+    /// containerd's ttrpc socket, for events.
     pub events_address: Option<String>,
     /// What is set for it.
     pub settings: Settings,
@@ -72,6 +72,8 @@ pub struct Start {
     pub options: Option<RuntimeOptions>,
     /// What is logged where nothing is set.
     pub log_level: Level,
+    /// containerd's program for events, where it has no such socket, and its gRPC address.
+    pub publish_program: Option<(PathBuf, String)>,
     /// Times so far.
     pub trace: Recorder,
 }
@@ -122,9 +124,11 @@ impl Start {
             events_address,
             settings,
             options,
+            publish_program,
             trace,
             ..
         } = self;
+        let route = events_route(events_address.as_deref(), publish_program);
         let home = File::open("/proc/self/ns/mnt").map(|mount_namespace| Home {
             namespace: namespace.clone(),
             mount_namespace: mount_namespace.into(),
@@ -137,7 +141,7 @@ impl Start {
         match runtime.and_then(|runtime| Ok((runtime, home?))) {
             Ok((runtime, home)) => {
                 runtime.block_on(async {
-                    let publisher = Publisher::new(&namespace, events_address.as_deref());
+                    let publisher = Publisher::new(&namespace, route);
                     let sandbox = Sandbox::new(facts, publisher, trace, home, id, seed);
                     tokio::spawn(end_unless_confirmed(confirmation, sandbox.clone()));
                     if let Err(error) = serve_task(listener, &sandbox).await {
@@ -166,6 +170,25 @@ async fn end_unless_confirmed(confirmation: Confirmation, sandbox: Arc<Sandbox>)
     {
         warn!(%error, "containerd does not know of this shim");
         sandbox.finish();
+    }
+}
+
+/// The way of events to containerd: its socket, else its program. Asked for while this process is
+/// still in the host's mount namespace.
+fn events_route(socket: Option<&str>, program: Option<(PathBuf, String)>) -> Route {
+    let (Route::Nowhere, Some((path, address))) = (Route::to_socket(socket), program) else {
+        return Route::to_socket(socket);
+    };
+    match File::open("/proc/self/ns/mnt") {
+        Ok(mount_namespace) => Route::Program(PublishProgram {
+            path,
+            address,
+            mount_namespace: mount_namespace.into(),
+        }),
+        Err(error) => {
+            warn!(%error, "containerd gets no events: opening the mount namespace");
+            Route::Nowhere
+        }
     }
 }
 

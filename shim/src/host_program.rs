@@ -27,12 +27,12 @@ fn above(descriptor: OwnedFd) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(descriptor, FIRST + 3)?)
 }
 
-/// Start `command` in the mount namespace `mount_namespace`, with `descriptors`, of which this process
-/// then has none any more.
+/// Start `command` in the mount namespace `mount_namespace`, with `descriptors`, if any, of which this
+/// process then has none any more.
 pub fn start_on_host(
     mut command: Command,
     mount_namespace: BorrowedFd<'_>,
-    descriptors: Descriptors,
+    descriptors: Option<Descriptors>,
 ) -> io::Result<Child> {
     let mount_namespace = above(mount_namespace.try_clone_to_owned()?)?;
     let become_host_s = move || {
@@ -41,7 +41,8 @@ pub fn start_on_host(
             if libc::setns(mount_namespace.as_raw_fd(), libc::CLONE_NEWNS) == -1 {
                 return Err(io::Error::last_os_error());
             }
-            for (number, descriptor) in (FIRST..).zip(&descriptors.0) {
+            let given = descriptors.iter().flat_map(|three| &three.0);
+            for (number, descriptor) in (FIRST..).zip(given) {
                 // The copy is not closed at the execution, unlike what it is a copy of.
                 if libc::dup2(descriptor.as_raw_fd(), number) == -1 {
                     return Err(io::Error::last_os_error());

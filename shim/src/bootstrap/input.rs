@@ -91,6 +91,16 @@ impl Bootstrap {
             .find(|address| !address.is_empty())
     }
 
+    /// containerd's program for publishing events: what it said, else that of the command line.
+    pub fn publish_program(&self, flag: &str) -> Option<PathBuf> {
+        let said = self
+            .params
+            .as_ref()
+            .map(|params| params.containerd_binary.as_str());
+        let program = said.filter(|path| !path.is_empty()).unwrap_or(flag);
+        (!program.is_empty()).then(|| program.into())
+    }
+
     /// Where the shim's socket goes.
     pub fn socket_directory(&self) -> PathBuf {
         let said = self
@@ -157,6 +167,57 @@ mod tests {
         assert_eq!(bootstrap.grpc_address(""), "/run/c.sock");
         assert_eq!(bootstrap.grpc_address("/flag"), "/flag");
         assert_eq!(bootstrap.socket_directory(), Path::new("/run/s"));
+    }
+
+    /// As containerd 2.3 encodes it, written by hand from its definition of `BootstrapParams`
+    /// (containerd, `api/runtime/bootstrap/v1/bootstrap.proto`).
+    const PARAMETERS: &[u8] = b"\
+        \x0a\x03web\
+        \x12\x07default\
+        \x18\xfc\xff\xff\xff\xff\xff\xff\xff\xff\x01\
+        \x22\x06v2.3.0\
+        \x2a\x0cunix:///t.sk\
+        \x32\x0d/run/c/c.sock\
+        \x3a\x0f/usr/containerd\
+        \x42\x1f\x0a\x1d\x0a\x19runtimeoptions.v1.Options\x12\x00\
+        \x4a\x06/run/s";
+
+    #[test]
+    fn test_bytes_of_containerd_2_3() {
+        let bootstrap = bootstrap(PARAMETERS);
+        assert!(bootstrap.is_modern() && bootstrap.wants_debug());
+        assert_eq!(bootstrap.events_address().as_deref(), Some("unix:///t.sk"));
+        assert_eq!(bootstrap.grpc_address(""), "/run/c/c.sock");
+        assert_eq!(
+            bootstrap.publish_program("/flag"),
+            Some("/usr/containerd".into())
+        );
+        assert_eq!(bootstrap.socket_directory(), Path::new("/run/s"));
+        let params = bootstrap.params.unwrap();
+        assert_eq!(params.containerd_version, "v2.3.0");
+        let [extension] = &params.extensions[..] else {
+            panic!("{params:?}")
+        };
+        assert_eq!(extension.value.type_url, "runtimeoptions.v1.Options");
+    }
+
+    #[test]
+    fn test_what_a_later_containerd_adds_is_passed_over() {
+        // A number, a text, and an extension of an unknown type.
+        let added = b"\x50\x2a\x7a\x05later\x42\x07\x0a\x05\x0a\x03a/B";
+        let bootstrap = bootstrap(&[PARAMETERS, added].concat());
+        assert!(bootstrap.is_modern());
+        assert_eq!(bootstrap.socket_directory(), Path::new("/run/s"));
+        // A level as text, which it was while the protocol was being made.
+        let level = b"\x0a\x03web\x12\x07default\x1a\x05debug";
+        assert!(super::parse(level, "web", "default").is_some());
+    }
+
+    #[test]
+    fn test_publish_program_is_the_flag_s_without_parameters() {
+        let bootstrap = bootstrap(b"");
+        assert_eq!(bootstrap.publish_program("/flag"), Some("/flag".into()));
+        assert_eq!(bootstrap.publish_program(""), None);
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! to standard error there. What fails is written there, and users see it.
 
 mod fork;
+mod info;
 mod input;
 mod reply;
 mod socket;
@@ -19,7 +20,6 @@ use std::process::ExitCode;
 
 use containerd_shim_protos::api::DeleteResponse;
 use containerd_shim_protos::protobuf::Message;
-use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 
 use thaw_fault_points::point;
 
@@ -42,9 +42,6 @@ use input::Bootstrap;
 use reply::Reply;
 use socket::Bound;
 
-/// The name by which containerd knows this runtime.
-const RUNTIME: &str = "io.containerd.thaw.v2";
-
 /// The program `containerd-shim-thaw-v2`.
 pub fn main(arguments: impl IntoIterator<Item = String>) -> ExitCode {
     let origin_ns = monotonic_ns();
@@ -52,7 +49,9 @@ pub fn main(arguments: impl IntoIterator<Item = String>) -> ExitCode {
         match flags.action {
             Action::Start => start(&flags, origin_ns).inspect_err(count),
             Action::Delete => delete(&flags).map(|()| ExitCode::SUCCESS),
-            Action::Info => info().map(|()| ExitCode::SUCCESS),
+            Action::Info => info::answer()
+                .and_then(|info| write_message(&info))
+                .map(|()| ExitCode::SUCCESS),
             Action::Version => version().map(|()| ExitCode::SUCCESS),
             Action::None => Err(io::Error::other(
                 "this program is started by containerd: `ctr run --runtime io.containerd.thaw.v2 …`; \
@@ -114,6 +113,7 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
 
+    socket::prepare_directory(&socket)?;
     if spec.view.is_pod_member() && sandbox != flags.id {
         return Err(io::Error::other(format!(
             "container {}: its pod's sandbox {sandbox} does not run: start the pod anew",
@@ -129,12 +129,17 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
         &settings,
     )?;
     point("start-noted");
-    let listener = match socket::bind(&socket)? {
-        Bound::New(listener) => listener,
+    let listener = match socket::bind(&socket) {
+        Ok(Bound::New(listener)) => listener,
         // Somebody else was quicker; their facts are in place.
-        Bound::Served => {
+        Ok(Bound::Served) => {
             reply.give(&bundle)?;
             return Ok(ExitCode::SUCCESS);
+        }
+        Err(error) => {
+            // containerd asks for no deletion of what was not started.
+            let _ = cleanup::remove(facts.directory(), &facts.get());
+            return Err(error);
         }
     };
     point("start-bound");
@@ -156,10 +161,16 @@ fn start(flags: &Flags, origin_ns: u64) -> io::Result<ExitCode> {
         } else {
             Level::INFO
         },
+        publish_program: bootstrap
+            .publish_program(&flags.publish_binary)
+            .map(|program| (program, address.to_owned())),
         trace,
     };
     drop(claiming);
-    match fork::fork(&start.descriptors())? {
+    let role = fork::fork(&start.descriptors()).inspect_err(|_| {
+        let _ = cleanup::remove(start.facts.directory(), &start.facts.get());
+    })?;
+    match role {
         Role::Child(parent) => {
             let taken = start.take_over();
             point("shim-forked");
@@ -261,18 +272,6 @@ fn delete(flags: &Flags) -> io::Result<()> {
     // Others that nobody will ask to delete any more. What comes of it is theirs.
     cleanup::sweep(facts::root());
     Ok(())
-}
-
-fn info() -> io::Result<()> {
-    let version = RuntimeVersion {
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-        ..RuntimeVersion::default()
-    };
-    write_message(&RuntimeInfo {
-        name: RUNTIME.to_owned(),
-        version: Some(version).into(),
-        ..RuntimeInfo::default()
-    })
 }
 
 fn version() -> io::Result<()> {

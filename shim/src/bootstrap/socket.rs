@@ -30,14 +30,26 @@ pub fn is_served(path: &Path) -> bool {
     UnixStream::connect(path).is_ok()
 }
 
+/// Make the directory of the socket at `path`, mode 0700, if there is none.
+pub fn prepare_directory(path: &Path) -> io::Result<()> {
+    let Some(directory) = path.parent() else {
+        return Ok(());
+    };
+    let made = DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory);
+    made.map_err(|error| {
+        let text = format!(
+            "making the directory of the shim's socket, {}: {error}",
+            directory.display()
+        );
+        io::Error::new(error.kind(), text)
+    })
+}
+
 /// Bind and listen at `path`, mode 0600. A socket that nobody serves is replaced.
 pub fn bind(path: &Path) -> io::Result<Bound> {
-    if let Some(directory) = path.parent() {
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(directory)?;
-    }
     let listener = match UnixListener::bind(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             if is_served(path) {
@@ -86,6 +98,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s/0a");
         assert!(!is_served(&path));
+        prepare_directory(&path).unwrap();
         let Bound::New(listener) = bind(&path).unwrap() else {
             panic!("not bound")
         };

@@ -149,6 +149,8 @@ impl Sandbox {
             }
         };
         container.remove_exec(exec_id);
+        // One that was never started may be waited for all the same.
+        process.set_stopped(exit);
         self.release_streams(process).await;
         if let Ok(agent) = container.agent() {
             let agent = agent.clone();

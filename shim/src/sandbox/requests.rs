@@ -264,6 +264,7 @@ impl Sandbox {
                 container.id
             )));
         }
+        container.end_execs();
         self.note(|facts| facts.forget(&container.id));
         let event = TaskDelete {
             container_id: container.id.clone(),

@@ -8,8 +8,8 @@ mod guest;
 mod shape;
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer};
@@ -18,6 +18,10 @@ use thiserror::Error;
 
 pub use guest::{guest_process, guest_spec};
 pub use shape::shape;
+
+/// Most bytes of a `config.json`. It travels to the guest in one ttrpc message, of 4 MiB at most, in
+/// which the paths of mounts may be longer than here.
+const MOST_BYTES: u64 = (4 << 20) - (256 << 10);
 
 /// Why a bundle is refused. Each text names the field.
 #[derive(Debug, Error)]
@@ -38,6 +42,12 @@ pub enum SpecError {
         /// The cause.
         source: serde_json::Error,
     },
+    /// It does not fit a message to the guest.
+    #[error(
+        "{}: larger than {MOST_BYTES} bytes, which is what fits a message to the guest: shorten its annotations",
+        .0.display()
+    )]
+    TooLarge(PathBuf),
     /// It asks for what this runtime does not do.
     #[error("config.json: {0}")]
     Unsupported(String),
@@ -181,10 +191,16 @@ impl BundleSpec {
     /// Read the `config.json` of `bundle`.
     pub fn read(bundle: &Path) -> Result<Self, SpecError> {
         let path = bundle.join("config.json");
-        let text = fs::read(&path).map_err(|source| SpecError::Read {
-            path: path.clone(),
-            source,
-        })?;
+        let mut text = Vec::new();
+        File::open(&path)
+            .and_then(|file| file.take(MOST_BYTES + 1).read_to_end(&mut text))
+            .map_err(|source| SpecError::Read {
+                path: path.clone(),
+                source,
+            })?;
+        if text.len() as u64 > MOST_BYTES {
+            return Err(SpecError::TooLarge(path));
+        }
         Self::parse(&text).map_err(|source| SpecError::Malformed { path, source })
     }
 
@@ -474,5 +490,9 @@ mod tests {
         fs::write(bundle.path().join("config.json"), "{\"mounts\": 3}").unwrap();
         let error = BundleSpec::read(bundle.path()).unwrap_err().to_string();
         assert!(error.contains("config.json"), "{error}");
+        let spaces = " ".repeat(MOST_BYTES as usize);
+        fs::write(bundle.path().join("config.json"), format!("{{}}{spaces}")).unwrap();
+        let error = BundleSpec::read(bundle.path()).unwrap_err().to_string();
+        assert!(error.contains("larger than"), "{error}");
     }
 }

@@ -131,7 +131,7 @@ impl Logger {
             .stdout(Stdio::null())
             .stderr(Stdio::null());
         let descriptors = Descriptors::from_three([stdout, stderr, says_ready])?;
-        let mut child = start_on_host(command, context.mount_namespace.as_fd(), descriptors)?;
+        let mut child = start_on_host(command, context.mount_namespace.as_fd(), Some(descriptors))?;
         let watched = watch(&child);
         let ready = tokio::time::timeout(READY_LIMIT, self.wait_until_ready(ours(ready)?)).await;
         let failure = match ready {

@@ -22,6 +22,7 @@ use ttrpc::Code;
 
 use super::*;
 use crate::console::Console;
+use crate::events::Route;
 use crate::facts::Facts;
 use crate::process_identity::ProcessIdentity;
 
@@ -93,7 +94,7 @@ async fn set(grouped: bool) -> Scene {
     let anchor = Anchor::start(&path("empty"), None).unwrap();
 
     let containerd = fake::Containerd::serve(&path("events")).await;
-    let publisher = Publisher::new("default", path("events").to_str());
+    let publisher = Publisher::new("default", Route::to_socket(path("events").to_str()));
     let (launched, connections) = fake::vmm();
     let vmm = Arc::new(Vmm::new(launched, Console::new(Some(facts.console()))).unwrap());
     let agent = Arc::new(fake::Agent::default());

@@ -1,10 +1,12 @@
-//! Events for containerd, over its ttrpc socket (`TTRPC_ADDRESS`), in the order in which they
-//! happened.
+//! Events for containerd, in the order in which they happened: over its ttrpc socket
+//! (`TTRPC_ADDRESS`), or through the program that it names (`-publish-binary`) where it has none.
 //!
 //! One task sends them one after the other. While containerd does not answer, which is what a
 //! restart of it looks like, the first one waits and the others wait behind it, so that an exit
 //! never overtakes its start. An event may arrive twice when an answer was lost; it is never lost
 //! while the shim lives.
+
+mod program;
 
 use std::time::{Duration, SystemTime};
 
@@ -17,6 +19,8 @@ use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot};
 use tracing::{debug, error};
 use ttrpc::asynchronous::{Client, transport::Socket};
+
+pub use program::PublishProgram;
 
 /// Most events that wait. More than containerd can cause while it is away.
 const QUEUE: usize = 2048;
@@ -34,6 +38,27 @@ pub struct Publisher {
     queue: mpsc::Sender<Item>,
 }
 
+/// How events get to containerd.
+#[derive(Debug)]
+pub enum Route {
+    /// Over the ttrpc socket at this path.
+    Socket(String),
+    /// By executing its program.
+    Program(PublishProgram),
+    /// Not at all: they are logged.
+    Nowhere,
+}
+
+impl Route {
+    /// Over the socket at `address`, a path with or without `unix://`; nowhere without one.
+    pub fn to_socket(address: Option<&str>) -> Self {
+        match address.map(|a| a.strip_prefix("unix://").unwrap_or(a)) {
+            Some(path) if !path.is_empty() => Self::Socket(path.to_owned()),
+            _ => Self::Nowhere,
+        }
+    }
+}
+
 #[derive(Debug)]
 enum Item {
     Event(Box<Envelope>),
@@ -41,13 +66,10 @@ enum Item {
 }
 
 impl Publisher {
-    /// A publisher to the ttrpc socket at `address`, a path with or without `unix://`. Without an
-    /// address events go to the log, as for a containerd that has no such socket.
-    pub fn new(namespace: &str, address: Option<&str>) -> Self {
+    /// A publisher of the events of `namespace`.
+    pub fn new(namespace: &str, route: Route) -> Self {
         let (queue, items) = mpsc::channel(QUEUE);
-        let address = address.filter(|address| !address.is_empty());
-        let path = address.map(|a| a.strip_prefix("unix://").unwrap_or(a).to_owned());
-        tokio::spawn(send_all(path, items));
+        tokio::spawn(send_all(route, items));
         Self {
             namespace: namespace.to_owned(),
             queue,
@@ -99,13 +121,14 @@ impl Publisher {
     }
 }
 
-async fn send_all(path: Option<String>, mut items: mpsc::Receiver<Item>) {
+async fn send_all(route: Route, mut items: mpsc::Receiver<Item>) {
     let mut client = None;
     while let Some(item) = items.recv().await {
         match item {
-            Item::Event(envelope) => match &path {
-                Some(path) => send(path, &mut client, *envelope).await,
-                None => debug!(topic = envelope.topic, "an event that nobody takes"),
+            Item::Event(envelope) => match &route {
+                Route::Socket(path) => send(path, &mut client, *envelope).await,
+                Route::Program(program) => execute(program, &envelope).await,
+                Route::Nowhere => debug!(topic = envelope.topic, "an event that nobody takes"),
             },
             // Nobody waits any more where this fails.
             Item::Flush(done) => drop(done.send(())),
@@ -119,7 +142,7 @@ async fn send(path: &str, client: &mut Option<EventsClient>, envelope: Envelope)
         envelope: Some(envelope).into(),
         ..Default::default()
     };
-    let (mut pause, longest) = RETRY;
+    let mut pause = Pause::default();
     loop {
         let result = match client {
             Some(client) => {
@@ -147,10 +170,35 @@ async fn send(path: &str, client: &mut Option<EventsClient>, envelope: Envelope)
             Err(error) => {
                 debug!(%error, "containerd does not take events now");
                 *client = None;
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(longest);
+                pause.wait().await;
             }
         }
+    }
+}
+
+/// Have one event published by containerd's program, for as long as it takes: it fails while
+/// containerd is away.
+async fn execute(program: &PublishProgram, envelope: &Envelope) {
+    let mut pause = Pause::default();
+    while let Err(error) = program.publish(envelope).await {
+        debug!(%error, "containerd does not take events now");
+        pause.wait().await;
+    }
+}
+
+/// The time between two attempts, longer each time: nothing announces that containerd is back.
+struct Pause(Duration);
+
+impl Default for Pause {
+    fn default() -> Self {
+        Self(RETRY.0)
+    }
+}
+
+impl Pause {
+    async fn wait(&mut self) {
+        tokio::time::sleep(self.0).await;
+        self.0 = (self.0 * 2).min(RETRY.1);
     }
 }
 
@@ -226,7 +274,7 @@ mod tests {
         let path = directory.path().join("s");
         let containerd = Arc::default();
         let _server = serve(&path, &containerd).await;
-        let publisher = Publisher::new("default", path.to_str());
+        let publisher = Publisher::new("default", Route::to_socket(path.to_str()));
         publisher.publish("/tasks/start", &start(0));
         let exit = TaskExit {
             container_id: "web".into(),
@@ -256,7 +304,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let containerd = Arc::default();
-        let publisher = Publisher::new("default", path.to_str());
+        let publisher = Publisher::new("default", Route::to_socket(path.to_str()));
         // Before containerd is there at all.
         (0..10).for_each(|pid| publisher.publish("/tasks/start", &start(pid)));
         let mut server = serve(&path, &containerd).await;
@@ -273,10 +321,10 @@ mod tests {
 
     #[tokio::test]
     async fn test_a_flush_without_containerd_ends_in_time() {
-        let publisher = Publisher::new("default", Some("/does/not/exist"));
+        let publisher = Publisher::new("default", Route::to_socket(Some("/does/not/exist")));
         publisher.publish("/tasks/start", &start(0));
         publisher.flush(Duration::from_millis(50)).await;
-        let nobody = Publisher::new("default", None);
+        let nobody = Publisher::new("default", Route::Nowhere);
         nobody.publish("/tasks/start", &start(0));
         nobody.flush(Duration::from_secs(10)).await;
     }
