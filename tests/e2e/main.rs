@@ -11,6 +11,7 @@ mod files;
 mod group;
 mod identity;
 mod operator;
+mod protocol;
 mod restore;
 mod run;
 mod shortage;

@@ -19,6 +19,7 @@ mod container;
 mod containerd;
 mod environment;
 mod host;
+pub mod player;
 mod testbed;
 pub mod thaw;
 

@@ -17,6 +17,9 @@ use crate::host::Host;
 /// No single command of a test takes longer, not even in the lab beside a build.
 pub const LIMIT: Duration = Duration::from_secs(120);
 
+/// One test at a time: whatever is new on the host is that test's.
+pub(crate) static TURN: Mutex<()> = Mutex::new(());
+
 /// One containerd, and the names that one test uses on it.
 #[derive(Debug)]
 pub struct Testbed {
@@ -68,7 +71,7 @@ macro_rules! on_each_containerd {
 ///
 /// When the test does, or something was left over.
 pub fn on_containerd(version: Version, name: &str, test: impl FnOnce(&Testbed)) {
-    // One test at a time: whatever is new on the host is this test's.
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     static DAEMONS: Mutex<BTreeMap<Version, Arc<Containerd>>> = Mutex::new(BTreeMap::new());
     let mut daemons = DAEMONS.lock().unwrap_or_else(PoisonError::into_inner);
     let containerd = daemons
