@@ -37,18 +37,31 @@ impl Cgroup {
         Ok(())
     }
 
+    /// The one at `path`, relative to the hierarchy's root.
+    pub fn at(path: &str) -> Self {
+        let directory = Path::new(ROOT).join(path.trim_start_matches('/'));
+        Self { directory }
+    }
+
     /// Makes one, `path` relative to the hierarchy's root.
     pub fn create(path: &str) -> io::Result<Self> {
-        let directory = Path::new(ROOT).join(path.trim_start_matches('/'));
-        match fs::create_dir(&directory) {
+        let cgroup = Self::at(path);
+        match fs::create_dir(&cgroup.directory) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-            _ => Ok(Self { directory }),
+            _ => Ok(cgroup),
         }
     }
 
     /// One of its files.
     pub fn file(&self, name: &str) -> PathBuf {
         self.directory.join(name)
+    }
+
+    /// The names of its files and of what is below it.
+    pub fn names(&self) -> Vec<String> {
+        let entries = fs::read_dir(&self.directory).into_iter().flatten();
+        let names = entries.flatten().map(|entry| entry.file_name());
+        names.filter_map(|name| name.into_string().ok()).collect()
     }
 
     /// Reads one of its files.
@@ -84,7 +97,12 @@ impl Cgroup {
     pub fn pids(&self) -> io::Result<Vec<i32>> {
         let mut pids = Vec::new();
         for directory in tree(&self.directory)? {
-            let list = fs::read_to_string(directory.join("cgroup.procs"))?;
+            let list = match fs::read_to_string(directory.join("cgroup.procs")) {
+                Ok(list) => list,
+                // The container removes what it has made when it likes, and may have threads there.
+                Err(_) if directory != self.directory => continue,
+                Err(error) => return Err(error),
+            };
             pids.extend(list.lines().filter_map(|line| line.parse::<i32>().ok()));
         }
         Ok(pids)

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use tokio::sync::{RwLock, oneshot};
 use tokio::time::timeout;
 use tracing::warn;
 use ttrpc::Code;
@@ -32,6 +32,9 @@ pub struct Container {
     /// Its cgroup.
     pub cgroup: Cgroup,
     execs: Mutex<HashMap<String, Arc<Process>>>,
+    /// Held shared by what makes a process join, exclusively by a pause: one that is frozen half-way in
+    /// would hold its helper until the container is resumed.
+    pub joining: RwLock<()>,
     paused: AtomicBool,
     deleting: AtomicBool,
 }
@@ -45,6 +48,7 @@ impl Container {
             init: Arc::new(init),
             cgroup,
             execs: Mutex::default(),
+            joining: RwLock::default(),
             paused: AtomicBool::new(false),
             deleting: AtomicBool::new(false),
         }
@@ -96,6 +100,11 @@ impl Container {
                 exec.set_failed();
             }
         }
+    }
+
+    /// How often the kernel has killed in it for want of memory.
+    pub fn memory_kills(&self) -> u64 {
+        self.cgroup.value("memory.events", "oom_kill").unwrap_or(0)
     }
 
     /// Whether it is paused.

@@ -193,7 +193,10 @@ impl Engine {
             others: self.first_processes(),
         };
         let starting = self.exits.starting();
-        let pid = self.launch(&request, init, streams).await?;
+        // Of all containers: that of this one is gone when its creation has failed.
+        let kills = self.memory_kills();
+        let launched = self.launch(&request, init, streams).await;
+        let pid = launched.map_err(|refusal| for_memory(kills, self.memory_kills(), refusal))?;
         init.set_phase(Phase::Created(pid));
         let exit = starting.claim(pid);
         self.memory.watch(container);
@@ -320,6 +323,7 @@ impl Engine {
         container: &Container,
         process: &Arc<Process>,
     ) -> Result<i32, Refusal> {
+        let _joining = container.joining.read().await;
         if !container.is_alive() {
             return Err(Refusal::state(format!(
                 "{} is not running",
@@ -342,8 +346,12 @@ impl Engine {
             window: process.window(),
         };
         let starting = self.exits.starting();
+        let kills = container.memory_kills();
         let launched = self.launch(&request, process, process.take_streams()).await;
-        let pid = launched.inspect_err(|_| process.set_failed())?;
+        let pid = launched.map_err(|refusal| {
+            process.set_failed();
+            for_memory(kills, container.memory_kills(), refusal)
+        })?;
         point("agent-exec-started");
         process.set_phase(Phase::Running(pid));
         let exit = starting.claim(pid);
@@ -429,8 +437,10 @@ impl Engine {
     /// Sends a signal to a process, or to all of a container.
     pub fn kill(&self, id: &str, exec_id: &str, signal: u32, all: bool) -> Result<(), Refusal> {
         let container = self.made(id)?;
-        let signal = i32::try_from(signal)
-            .map_err(|_| Refusal::invalid(format!("signal {signal}: no such signal")))?;
+        let number = i32::try_from(signal).ok();
+        let number = number.filter(|number| (0..=libc::SIGRTMAX()).contains(number));
+        let signal =
+            number.ok_or_else(|| Refusal::invalid(format!("signal {signal}: no such signal")))?;
         if all && exec_id.is_empty() && container.is_alive() {
             return container.cgroup.signal(signal).map_err(|error| {
                 Refusal::failed(format!("send signal {signal} to all of {id}: {error}"))
@@ -442,6 +452,7 @@ impl Engine {
     /// Stops all of a container, what it has written being on its file system.
     pub async fn pause(&self, id: &str) -> Result<(), Refusal> {
         let container = self.made(id)?;
+        let _joining = container.joining.write().await;
         if !matches!(container.init.phase(), Phase::Running(_)) || container.is_paused() {
             return Err(Refusal::state(format!("{id} is not running")));
         }
@@ -496,6 +507,12 @@ impl Engine {
             .collect()
     }
 
+    /// How often the kernel has killed in any container for want of memory.
+    fn memory_kills(&self) -> u64 {
+        let all = Cgroup::at(&self.layout.cgroups);
+        all.value("memory.events", "oom_kill").unwrap_or(0)
+    }
+
     fn containers(&self) -> MutexGuard<'_, HashMap<String, Arc<Container>>> {
         self.containers
             .lock()
@@ -518,6 +535,16 @@ async fn freeze(container: &Container, frozen: bool) -> Result<(), Refusal> {
             let message = format!("{what} {}: not done after {FREEZING:?}", container.place.id);
             Err(Refusal::new(Code::DEADLINE_EXCEEDED, message))
         }
+    }
+}
+
+/// Why a process could not be made: `refusal`, unless the kernel has killed for want of memory meanwhile,
+/// `before` times up to then and `after` times up to now. In the words of the established runtime.
+fn for_memory(before: u64, after: u64, refusal: Refusal) -> Refusal {
+    if after > before {
+        Refusal::failed("container init was OOM-killed (memory limit too low?)")
+    } else {
+        refusal
     }
 }
 

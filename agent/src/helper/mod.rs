@@ -9,6 +9,7 @@
 mod console;
 mod executor;
 mod journal;
+mod limits;
 mod spec;
 
 use std::collections::BTreeMap;
@@ -20,11 +21,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::ExitCode;
 
-use libcgroups::common::{CgroupConfig, CgroupManager, ControllerOpt, create_cgroup_manager};
 use libcontainer::container::ContainerStatus;
 use libcontainer::container::builder::ContainerBuilder;
 use libcontainer::error::LibcontainerError;
-use libcontainer::oci_spec::runtime::{LinuxCapabilities, LinuxResources, LinuxSeccomp};
+use libcontainer::oci_spec::runtime::{LinuxCapabilities, LinuxSeccomp};
 use libcontainer::syscall::syscall::SyscallType;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
@@ -115,7 +115,9 @@ fn carry_out(request: Request, descriptors: Vec<OwnedFd>) -> Outcome {
             terminal,
             window,
         } => exec(&place, &exec_id, Stdio::new(descriptors, terminal)?, window),
-        Request::Update { place, resources } => update(&place, &resources),
+        Request::Update { place, resources } => {
+            limits::update(&place, &resources).map(|()| (Reply::Done, None))
+        }
         Request::Sync { place } => sync(&place),
     }
 }
@@ -307,26 +309,6 @@ fn started(pid: i32, console: Option<ConsoleSocket>) -> Outcome {
             Refusal::failed(format!("receive the terminal: {error}"))
         })?;
     Ok((Reply::Started { pid }, terminal))
-}
-
-fn update(place: &Place, resources: &str) -> Outcome {
-    let resources: LinuxResources = serde_json::from_str(resources)
-        .map_err(|error| Refusal::invalid(format!("resources: {error}")))?;
-    let failed = |error: &dyn Error| Refusal::failed(format!("update: {}", chain(error)));
-    let manager = create_cgroup_manager(CgroupConfig {
-        cgroup_path: place.cgroup.clone().into(),
-        systemd_cgroup: false,
-        container_name: place.id.clone(),
-    })
-    .map_err(|error| failed(&error))?;
-    let options = ControllerOpt {
-        resources: &resources,
-        disable_oom_killer: false,
-        oom_score_adj: None,
-        freezer_state: None,
-    };
-    manager.apply(&options).map_err(|error| failed(&error))?;
-    Ok((Reply::Done, None))
 }
 
 fn sync(place: &Place) -> Outcome {

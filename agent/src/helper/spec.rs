@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use thaw_agent_api::NAMESPACE_OF;
 use tracing::debug;
 
+use super::limits;
 use crate::status::Refusal;
 
 /// Fields that mean something on a host only: the guest's kernel has neither module, and the wall
@@ -111,6 +112,7 @@ pub fn adapt(
     if !spec.get("linux").is_some_and(Value::is_object) {
         return Err(Refusal::invalid("linux: missing in the spec"));
     }
+    limits::check(&spec["linux"]["resources"], "linux.resources")?;
     adapt_namespaces(&mut spec["linux"], others)?;
     let network_settings = take_network_settings(&mut spec["linux"])?;
     spec["linux"]["cgroupsPath"] = json!(cgroup);

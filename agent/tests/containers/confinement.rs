@@ -216,7 +216,7 @@ async fn test_working_directory_is_made_where_it_is_missing() {
 }
 
 /// Whether the kernel here has a controller for containers; it may be with another hierarchy.
-fn has_controller(guest: &Guest, name: &str) -> bool {
+pub fn has_controller(guest: &Guest, name: &str) -> bool {
     let list = std::fs::read_to_string(guest.cgroup("").join("cgroup.controllers")).unwrap();
     let found = list.split_whitespace().any(|controller| controller == name);
     assert!(found || std::env::var_os("THAW_TESTS_MUST_RUN").is_none());

@@ -9,4 +9,5 @@ mod exec;
 mod group;
 mod guest;
 mod life;
+mod limits;
 mod stdio;
