@@ -1,7 +1,8 @@
 //! A container's metrics, in containerd's form for cgroup v2.
 
 use containerd_shim_protos::cgroups_v2::metrics::{
-    CPUStat, IOEntry, IOStat, MemoryEvents, MemoryStat, Metrics, PSIData, PSIStats, PidsStat,
+    CPUStat, HugeTlbStat, IOEntry, IOStat, MemoryEvents, MemoryStat, Metrics, PSIData, PSIStats,
+    PidsStat, RdmaStat,
 };
 use protobuf::{Message, MessageField};
 
@@ -27,6 +28,9 @@ pub fn read(cgroup: &Cgroup) -> Vec<u8> {
             ..Default::default()
         }),
         memory_events: MessageField::some(memory_events(cgroup)),
+        // There, and empty: the guest has no such device.
+        rdma: MessageField::some(RdmaStat::new()),
+        hugetlb: huge_pages(cgroup),
         ..Default::default()
     };
     // Encoding into memory fails only for messages over 2 GiB.
@@ -108,6 +112,27 @@ fn memory_events(cgroup: &Cgroup) -> MemoryEvents {
         oom_group_kill: get("oom_group_kill"),
         ..Default::default()
     }
+}
+
+/// One entry for each size of huge pages that the kernel has.
+fn huge_pages(cgroup: &Cgroup) -> Vec<HugeTlbStat> {
+    let sizes = cgroup.names().into_iter().filter_map(|name| {
+        let size = name.strip_prefix("hugetlb.")?.strip_suffix(".current")?;
+        // Next to it are the files of reservations, `hugetlb.SIZE.rsvd.current`.
+        (!size.contains('.')).then(|| size.to_owned())
+    });
+    let mut sizes: Vec<String> = sizes.collect();
+    sizes.sort();
+    let entry = |size: String| HugeTlbStat {
+        current: number(cgroup, &format!("hugetlb.{size}.current")),
+        max: number(cgroup, &format!("hugetlb.{size}.max")),
+        failcnt: cgroup
+            .value(&format!("hugetlb.{size}.events"), "max")
+            .unwrap_or(0),
+        pagesize: size,
+        ..Default::default()
+    };
+    sizes.into_iter().map(entry).collect()
 }
 
 /// Lines of `io.stat`: `8:0 rbytes=1 wbytes=2 rios=3 wios=4 …`.

@@ -192,11 +192,7 @@ async fn copy(
                 // Zeroed by the kernel, so that only what is used takes memory.
                 *buffer = vec![0; CHUNK];
             }
-            let found = if past_reactor {
-                source.read_now(buffer)
-            } else {
-                source.try_read(buffer)
-            };
+            let found = fill(source, buffer, past_reactor);
             let data = &buffer[..*found.as_ref().unwrap_or(&0)];
             let written = sink.map_or(Ok(data.len()), |sink| sink.try_write(data));
             let rest = match written {
@@ -227,6 +223,28 @@ async fn copy(
     }
     tokio::task::yield_now().await;
     Copied::More
+}
+
+/// Reads what is there now, as far as the buffer goes. A terminal gives at most 4 KiB in one read, and
+/// each write to the host is a packet of its own.
+fn fill(source: &Stream, buffer: &mut [u8], past_reactor: bool) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        let rest = &mut buffer[filled..];
+        let read = if past_reactor {
+            source.read_now(rest)
+        } else {
+            source.try_read(rest)
+        };
+        match read {
+            Ok(0) => break,
+            Ok(count) => filled += count,
+            // What has been read comes first; the error is there again the next time.
+            Err(_) if filled > 0 => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
 }
 
 async fn write_all(sink: &Stream, mut data: &[u8], progress: &AtomicU64) -> io::Result<()> {
