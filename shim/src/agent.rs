@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::unix::net::UnixStream as StdUnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use containerd_shim_protos::api::{
@@ -17,6 +18,7 @@ use thaw_agent_api::agent::{
 };
 use thaw_agent_api::agent_ttrpc::{OperatorClient, SandboxClient};
 use tokio::net::UnixStream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use ttrpc::asynchronous::{Client, ClientStreamReceiver, transport::Socket};
 
 /// The name under which the agent serves containerd's Task service.
@@ -35,6 +37,11 @@ const KILL_LIMIT: Duration = Duration::from_secs(5);
 /// How long any other call may take.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 
+/// How many processes a guest makes at a time. Each takes a program of its own in there to be made: with
+/// all of many at once, none would be ready within the limits above, and the streams of those that come
+/// last would wait for longer than the agent keeps them.
+const AT_ONCE: usize = 16;
+
 /// What the agent says unasked.
 pub type Events = ClientStreamReceiver<Event>;
 
@@ -42,6 +49,13 @@ pub type Events = ClientStreamReceiver<Event>;
 #[derive(Clone)]
 pub struct Agent {
     client: Client,
+    turns: Arc<Semaphore>,
+}
+
+/// Leave to have the guest make a process, until it is dropped.
+#[derive(Debug)]
+pub struct Turn {
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl std::fmt::Debug for Agent {
@@ -57,7 +71,16 @@ impl Agent {
         let stream = UnixStream::from_std(stream)?;
         Ok(Self {
             client: Client::new(Socket::new(stream)),
+            turns: Arc::new(Semaphore::new(AT_ONCE)),
         })
+    }
+
+    /// Wait for a turn to register or start an exec. In the order in which they are asked for.
+    pub async fn turn(&self) -> Turn {
+        Turn {
+            // Never closed.
+            _permit: self.turns.clone().acquire_owned().await.ok(),
+        }
     }
 
     /// Make the guest itself.

@@ -24,6 +24,7 @@ use ttrpc::asynchronous::{Server, transport::Listener};
 use crate::anchor::Anchor;
 use crate::bootstrap::Confirmation;
 use crate::cgroup;
+use crate::descriptors;
 use crate::events::{PublishProgram, Publisher, Route};
 use crate::facts::FactsFile;
 use crate::mounts;
@@ -102,6 +103,7 @@ impl Start {
         }
         crate::log::install(self.settings.log_level.unwrap_or(self.log_level));
         keep_memory_small();
+        descriptors::raise_limit();
         if let Err(error) = be_spared_less() {
             warn!(%error, "setting the shim's readiness to be killed");
         }

@@ -7,6 +7,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
+use crate::descriptors::original_limit;
+
 /// Number of the first descriptor that a program is given beside its standard streams.
 const FIRST: i32 = 3;
 
@@ -28,17 +30,24 @@ fn above(descriptor: OwnedFd) -> io::Result<OwnedFd> {
 }
 
 /// Start `command` in the mount namespace `mount_namespace`, with `descriptors`, if any, of which this
-/// process then has none any more.
+/// process then has none any more. It may open as many files as the shim was allowed to when it was
+/// started.
 pub fn start_on_host(
     mut command: Command,
     mount_namespace: BorrowedFd<'_>,
     descriptors: Option<Descriptors>,
 ) -> io::Result<Child> {
     let mount_namespace = above(mount_namespace.try_clone_to_owned()?)?;
+    let limit = original_limit();
     let become_host_s = move || {
         // SAFETY: plain system calls on descriptors that the closure owns; nothing is allocated.
         unsafe {
             if libc::setns(mount_namespace.as_raw_fd(), libc::CLONE_NEWNS) == -1 {
+                return Err(io::Error::last_os_error());
+            }
+            if let Some(limit) = &limit
+                && libc::setrlimit(libc::RLIMIT_NOFILE, limit) == -1
+            {
                 return Err(io::Error::last_os_error());
             }
             let given = descriptors.iter().flat_map(|three| &three.0);

@@ -14,6 +14,7 @@ mod consoles;
 mod container;
 mod counters;
 mod daemon;
+mod descriptors;
 mod error;
 mod events;
 pub mod facts;

@@ -61,6 +61,7 @@ impl Sandbox {
     ) -> Result<(), TaskError> {
         let (vmm, agent) = (self.vmm()?, container.agent()?);
         let process = &exec.process;
+        let _turn = agent.turn().await;
         let connections = self.open_streams(&process.exec_id, &process.paths).await?;
         // From now on, so that an input that is closed before the start finds its stream.
         process.set_streams(connections.streams.clone());
@@ -107,6 +108,7 @@ impl Sandbox {
         let (vmm, agent) = (self.vmm()?.clone(), container.agent()?.clone());
         let started = async {
             exec.wait_prepared().await?;
+            let _turn = agent.turn().await;
             // Asked for its end beside its start: one round trip less for what ends at once. What
             // comes of it is told after the start, which is what `starting` is for.
             tokio::spawn(self.clone().watch_exec(container.clone(), exec.clone()));
