@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use containerd_shim_protos::api::StatsResponse;
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use thaw_fault_points::point;
 use tokio::io::AsyncReadExt;
@@ -36,6 +37,8 @@ pub struct Container {
     pub init: Arc<Process>,
     /// The agent, once the container has been created in the guest.
     pub agent: OnceLock<Agent>,
+    /// What its counters were when it ended.
+    pub last_counters: OnceLock<StatsResponse>,
     /// When the steps of its start were done.
     pub trace: Arc<Recorder>,
     released: OnceCell<()>,
@@ -124,6 +127,7 @@ impl Container {
             mounts,
             init: Arc::new(init),
             agent: OnceLock::new(),
+            last_counters: OnceLock::new(),
             trace,
             released: OnceCell::new(),
             given_up: watch::Sender::new(false),
@@ -284,11 +288,15 @@ impl Container {
     }
 
     /// Begin to start `exec`: from now on the exit of the first process waits for its exit. Refused
-    /// when the first process has ended.
+    /// when the first process has ended or is frozen.
     pub fn begin_exec(&self, exec: &Exec) -> Result<(), TaskError> {
         let execs = self.lock_execs();
         if execs.closed {
             let text = format!("container {} has ended", self.id);
+            return Err(TaskError::FailedPrecondition(text));
+        }
+        if self.init.life() == Life::Paused {
+            let text = format!("container {} is paused", self.id);
             return Err(TaskError::FailedPrecondition(text));
         }
         *exec.lock_started() = true;

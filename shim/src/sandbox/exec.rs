@@ -142,33 +142,49 @@ impl Sandbox {
     ) -> Result<Exit, TaskError> {
         let exec = container.exec(exec_id)?;
         let process = &exec.process;
-        let exit = match process.life() {
-            Life::Stopped(exit) => exit,
-            Life::Created => Exit::now(0),
-            Life::Running | Life::Paused => {
-                let text = format!("exec {exec_id} of container {} is running", container.id);
-                return Err(TaskError::FailedPrecondition(text));
-            }
+        let running = || {
+            let text = format!("exec {exec_id} of container {} is running", container.id);
+            TaskError::FailedPrecondition(text)
         };
-        container.remove_exec(exec_id);
-        // One that was never started may be waited for all the same.
-        process.set_stopped(exit);
-        self.release_streams(process).await;
-        if let Ok(agent) = container.agent() {
-            let agent = agent.clone();
-            let request = DeleteRequest {
-                id: container.guest_id.clone(),
-                exec_id: process.guest_id.clone(),
-                ..DeleteRequest::default()
-            };
-            // Its id is never used again, so nothing waits for this.
-            tokio::spawn(async move {
-                if let Err(error) = agent.delete(&request).await {
-                    tracing::debug!(%error, "forgetting an exec in the guest");
-                }
-            });
-        }
+        let exit = match process.life() {
+            Life::Stopped(exit) => {
+                container.remove_exec(exec_id);
+                self.release_streams(process).await;
+                exit
+            }
+            Life::Created => {
+                // Held by a start that is under way.
+                let _starting = process.starting.try_lock().map_err(|_| running())?;
+                container.remove_exec(exec_id);
+                let exit = Exit::now(0);
+                // Whoever waits for it is told; its streams end with it in the guest.
+                process.set_stopped(exit);
+                exit
+            }
+            Life::Running | Life::Paused => return Err(running()),
+        };
+        // Its id is never used again, so nothing waits for this.
+        tokio::spawn(forget(container.clone(), exec));
         Ok(exit)
+    }
+}
+
+/// Have the guest forget an exec, whose creation there may still be under way.
+async fn forget(container: Arc<Container>, exec: Arc<Exec>) {
+    let _ = exec.wait_prepared().await;
+    let process = &exec.process;
+    if let Ok(agent) = container.agent() {
+        let request = DeleteRequest {
+            id: container.guest_id.clone(),
+            exec_id: process.guest_id.clone(),
+            ..DeleteRequest::default()
+        };
+        if let Err(error) = agent.delete(&request).await {
+            tracing::debug!(%error, "forgetting an exec in the guest");
+        }
+    }
+    if let Some(streams) = process.take_streams() {
+        streams.finish_logger().await;
     }
 }
 

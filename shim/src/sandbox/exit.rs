@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use containerd_shim_protos::api::{KillRequest, WaitRequest};
+use containerd_shim_protos::api::{KillRequest, StatsRequest, WaitRequest};
 use containerd_shim_protos::events::task::TaskExit;
 use containerd_shim_protos::topics::TASK_EXIT_EVENT_TOPIC;
 use rustix::process::Signal;
@@ -31,6 +31,9 @@ const EXECS_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long a guest may take to kill a container.
 const KILL_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long a guest may take to tell a container's last counters.
+const COUNTERS_LIMIT: Duration = Duration::from_secs(2);
 
 impl Sandbox {
     /// Watch a created container to its end.
@@ -59,7 +62,7 @@ impl Sandbox {
                 self.tell_exit(&container, &exec.process, Exit::now(KILLED));
             }
         }
-        self.drain(init, INIT_PATIENCE).await;
+        tokio::join!(self.drain(init, INIT_PATIENCE), keep_counters(&container));
         self.tell_memory_limit(&container);
         self.tell_exit(&container, init, exit);
         point("shim-exit-told");
@@ -211,6 +214,24 @@ impl Sandbox {
         };
         self.publisher.publish(TASK_EXIT_EVENT_TOPIC, &event);
         process.set_stopped(exit);
+    }
+}
+
+/// Ask for a container's counters for the last time, which containerd may want to know until it is
+/// deleted, and the guest does not live for as long.
+async fn keep_counters(container: &Container) {
+    let Some(agent) = container.agent.get() else {
+        return;
+    };
+    let request = StatsRequest {
+        id: container.guest_id.clone(),
+        ..StatsRequest::default()
+    };
+    match tokio::time::timeout(COUNTERS_LIMIT, agent.stats(&request)).await {
+        // Set once: a container ends once.
+        Ok(Ok(counters)) => drop(container.last_counters.set(counters)),
+        Ok(Err(error)) => debug!(%error, "no last counters of a container"),
+        Err(_) => debug!("no last counters of a container in time"),
     }
 }
 

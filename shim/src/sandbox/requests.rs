@@ -7,7 +7,7 @@ use std::time::Duration;
 use containerd_shim_protos::api::{
     CloseIORequest, DeleteRequest, DeleteResponse, KillRequest, PauseRequest, ProcessInfo,
     ResizePtyRequest, ResumeRequest, StartRequest, StateRequest, StateResponse, StatsRequest,
-    StatsResponse, UpdateTaskRequest, WaitRequest, WaitResponse,
+    StatsResponse, Status, UpdateTaskRequest, WaitRequest, WaitResponse,
 };
 use containerd_shim_protos::events::task::{TaskDelete, TaskPaused, TaskResumed, TaskStart};
 use containerd_shim_protos::topics::{
@@ -106,6 +106,10 @@ impl Sandbox {
         // An exec that was not started has no pid yet.
         if request.exec_id.is_empty() || process.life() != Life::Created {
             state.pid = container.pid();
+        }
+        // Frozen with its container.
+        if process.life() == Life::Running && container.init.life() == Life::Paused {
+            state.status = Status::PAUSED.into();
         }
         Ok(state)
     }
@@ -302,6 +306,9 @@ impl Sandbox {
         if !process.paths.terminal {
             return Ok(());
         }
+        if let Life::Stopped(_) = process.life() {
+            return Err(TaskError::NotFound("process already finished".to_owned()));
+        }
         if !request.exec_id.is_empty() {
             container.exec(&request.exec_id)?.wait_prepared().await?;
         }
@@ -313,6 +320,7 @@ impl Sandbox {
     /// Freeze the container.
     pub async fn pause(&self, id: &str) -> Result<(), TaskError> {
         let container = self.container(id)?;
+        alive(&container)?;
         let request = PauseRequest {
             id: container.guest_id.clone(),
             ..PauseRequest::default()
@@ -330,6 +338,7 @@ impl Sandbox {
     /// Thaw the container.
     pub async fn resume(&self, id: &str) -> Result<(), TaskError> {
         let container = self.container(id)?;
+        alive(&container)?;
         let request = ResumeRequest {
             id: container.guest_id.clone(),
             ..ResumeRequest::default()
@@ -347,6 +356,7 @@ impl Sandbox {
     /// Change the container's limits.
     pub async fn update(&self, mut request: UpdateTaskRequest) -> Result<(), TaskError> {
         let container = self.container(&request.id)?;
+        alive(&container)?;
         request.id.clone_from(&container.guest_id);
         Ok(container.agent()?.update(&request).await.map(drop)?)
     }
@@ -356,9 +366,30 @@ impl Sandbox {
         let container = self.container(&request.id)?;
         request.id.clone_from(&container.guest_id);
         if let Life::Stopped(_) = container.init.life() {
-            let text = format!("container {} has ended", container.id);
-            return Err(TaskError::NotFound(text));
+            let counters = container.last_counters.get().cloned();
+            return counters.ok_or_else(|| {
+                TaskError::NotFound(format!("container {} has ended", container.id))
+            });
         }
-        Ok(container.agent()?.stats(&request).await?)
+        match container.agent()?.stats(&request).await {
+            Ok(counters) => Ok(counters),
+            // It may have ended meanwhile.
+            Err(error) => container
+                .last_counters
+                .get()
+                .cloned()
+                .ok_or_else(|| error.into()),
+        }
+    }
+}
+
+/// Refuse what only makes sense while the container lives.
+fn alive(container: &Container) -> Result<(), TaskError> {
+    match container.init.life() {
+        Life::Stopped(_) => {
+            let text = format!("container {} has ended", container.id);
+            Err(TaskError::FailedPrecondition(text))
+        }
+        _ => Ok(()),
     }
 }

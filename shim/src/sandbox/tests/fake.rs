@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use containerd_shim_protos::api::{
     CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse, Empty,
-    ExecProcessRequest, KillRequest, StartRequest, StartResponse, WaitRequest, WaitResponse,
+    ExecProcessRequest, KillRequest, PauseRequest, ResumeRequest, StartRequest, StartResponse,
+    StatsRequest, StatsResponse, WaitRequest, WaitResponse,
 };
 use containerd_shim_protos::protobuf::Message;
 use containerd_shim_protos::shim::events::ForwardRequest;
@@ -28,6 +29,9 @@ use tokio::net::UnixStream;
 use tokio::sync::{mpsc, watch};
 use ttrpc::asynchronous::{Server, TtrpcContext};
 use ttrpc::{Code, get_status};
+
+/// The type of the counters that the played agent tells.
+pub const COUNTERS: &str = "played.Counters";
 
 /// A connection that the VMM was told to make, by port.
 type Connection = (u32, OwnedFd);
@@ -348,6 +352,23 @@ impl Task for Service {
             });
         }
         Ok(Empty::new())
+    }
+
+    async fn pause(&self, _: &TtrpcContext, _: PauseRequest) -> ttrpc::Result<Empty> {
+        self.0.note("Pause");
+        Ok(Empty::new())
+    }
+
+    async fn resume(&self, _: &TtrpcContext, _: ResumeRequest) -> ttrpc::Result<Empty> {
+        self.0.note("Resume");
+        Ok(Empty::new())
+    }
+
+    async fn stats(&self, _: &TtrpcContext, _: StatsRequest) -> ttrpc::Result<StatsResponse> {
+        self.0.note("Stats");
+        let mut counters = StatsResponse::new();
+        counters.stats.mut_or_insert_default().type_url = COUNTERS.into();
+        Ok(counters)
     }
 
     async fn delete(

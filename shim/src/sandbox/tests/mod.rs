@@ -2,6 +2,7 @@
 //! real: mounts, anchor, FIFOs.
 
 mod ends;
+mod execs;
 mod fake;
 mod group;
 mod operator;
