@@ -12,11 +12,14 @@
 mod copy;
 mod logger;
 
+use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream as StdUnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -70,7 +73,9 @@ impl Stdio {
     /// Open the host's side. FIFOs exist already; nothing here waits for their other ends. A logger is
     /// started, and waited for until it is ready.
     pub async fn open(paths: &Paths, context: Context<'_>) -> io::Result<Self> {
-        let stdin = local_path(&paths.stdin)?.map(open_input).transpose();
+        let stdin = place(&paths.stdin)?
+            .map(|place| open_input(&place.path))
+            .transpose();
         let stdin = stdin.map_err(|error| named(&paths.stdin, &error))?;
         let mut stdio = Self {
             stdin,
@@ -100,8 +105,8 @@ impl Stdio {
             return Ok(stdio);
         }
         let output = |uri: &str| -> io::Result<Option<Output>> {
-            local_path(uri)?
-                .map(open_output)
+            place(uri)?
+                .map(|place| open_output(&place))
                 .transpose()
                 .map_err(|error| named(uri, &error))
         };
@@ -273,12 +278,32 @@ impl Drop for Streams {
     }
 }
 
-/// The path that a stream's URI means; `None` for no stream.
-fn local_path(uri: &str) -> io::Result<Option<&str>> {
+/// What a stream's URI means on the host's file system.
+struct Place {
+    path: PathBuf,
+    /// Whether it is a file that is made where it is missing, with the directories above.
+    make: bool,
+}
+
+/// The place that a stream's URI means; `None` for no stream.
+fn place(uri: &str) -> io::Result<Option<Place>> {
+    let place = |path: &str, make| {
+        let path = PathBuf::from(path);
+        Ok(Some(Place { path, make }))
+    };
     match uri.split_once("://") {
         _ if uri.is_empty() => Ok(None),
-        None | Some(("", _)) => Ok(Some(uri.trim_start_matches("://"))),
-        Some(("fifo" | "file", path)) => Ok(Some(path)),
+        None | Some(("", _)) => place(uri.trim_start_matches("://"), false),
+        Some(("fifo", path)) => place(path, false),
+        Some(("file", path)) => {
+            let path: Vec<u8> = percent_encoding::percent_decode_str(path).collect();
+            let path = PathBuf::from(OsString::from_vec(path));
+            if !path.is_absolute() {
+                let text = format!("stream {uri:?}: the file's path must be absolute");
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            }
+            Ok(Some(Place { path, make: true }))
+        }
         Some((scheme, _)) => Err(io::Error::new(
             io::ErrorKind::Unsupported,
             format!(
@@ -288,7 +313,7 @@ fn local_path(uri: &str) -> io::Result<Option<&str>> {
     }
 }
 
-fn open_input(path: &str) -> io::Result<Input> {
+fn open_input(path: &Path) -> io::Result<Input> {
     let file = open(path, OpenOptions::new().read(true))?;
     if !is_fifo(&file)? {
         return Ok(Input {
@@ -303,10 +328,14 @@ fn open_input(path: &str) -> io::Result<Input> {
     })
 }
 
-fn open_output(path: &str) -> io::Result<Output> {
+fn open_output(Place { path, make }: &Place) -> io::Result<Output> {
     let fifo = std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo());
     if !fifo {
-        let file = open(path, OpenOptions::new().append(true).create(true))?;
+        if let Some(directory) = path.parent().filter(|_| *make) {
+            std::fs::create_dir_all(directory)?;
+        }
+        let mut options = OpenOptions::new();
+        let file = open(path, options.append(true).create(true).mode(0o644))?;
         return Ok(Output {
             sink: Sink::file(file),
             hold: None,
@@ -321,7 +350,7 @@ fn open_output(path: &str) -> io::Result<Output> {
     })
 }
 
-fn open(path: &str, options: &mut OpenOptions) -> io::Result<File> {
+fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     options
         .custom_flags(OFlags::NONBLOCK.bits() as i32)
         .open(path)

@@ -170,6 +170,26 @@ async fn test_output_to_files_and_to_nowhere() {
     assert_eq!(std::fs::read_to_string(&log).unwrap(), "before out");
 }
 
+/// Of containerd's clients this is how one says that it wants a log, wherever it is to lie.
+#[tokio::test]
+async fn test_a_file_is_made_with_its_directories_and_takes_both_streams() {
+    let directory = tempfile::tempdir().unwrap();
+    let log = directory.path().join("a b/deep/log");
+    let uri = format!("file://{}", log.display().to_string().replace(' ', "%20"));
+    let paths = Paths {
+        stdout: uri.clone(),
+        stderr: uri,
+        ..Paths::default()
+    };
+    let (streams, ends) = connect(&paths).await;
+    for (mut end, text) in ends.into_iter().zip(["out ", "err"]) {
+        end.write_all(text.as_bytes()).unwrap();
+    }
+    assert!(streams.drain(Duration::from_secs(10)).await);
+    let text = std::fs::read_to_string(&log).unwrap();
+    assert!(text == "out err" || text == "errout ", "{text:?}");
+}
+
 #[tokio::test]
 async fn test_a_terminal_has_no_error_stream_and_no_stream_has_no_uri() {
     let mut fifos = fifos();
@@ -210,6 +230,8 @@ async fn test_streams_that_cannot_be_are_named() {
             .contains("/does/not/exist")
     );
     assert!(!Path::new("/does/not").exists());
+    let relative = refused("", "file://relative/log", "").await;
+    assert!(relative.contains("must be absolute"), "{relative}");
 }
 
 /// The logger has everything when the streams are finished.
