@@ -1,6 +1,11 @@
 //! Programs are run in containers that run already.
 
-use thaw_tests::on_each_containerd;
+use serde_json::json;
+use thaw_tests::task::{Output, Streams, Task, fifo, process, shell};
+use thaw_tests::{Testbed, Version, on_containerd, on_each_containerd};
+
+/// How many execs a burst has.
+const MANY: usize = 200;
 
 on_each_containerd! {
     /// Output and status are the program's, and the container goes on.
@@ -63,4 +68,141 @@ on_each_containerd! {
         assert_eq!(exec.stdout(), "hi\n");
         container.exec_shell("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep '[s]leep 600'").succeeded();
     }
+
+    /// User, directory, environment, limits and capabilities of an exec are its own (field case 23).
+    fn its_own_identity(bed: &Testbed) {
+        let container = bed.sleeper();
+        let task = Task::of(bed, &container);
+        let directory = bed.directory();
+        let mut own = shell("id; umask; ulimit -n; ulimit -Hn; pwd; echo $HOME $GREETING; grep CapEff /proc/self/status");
+        own["user"] = json!({"uid": 264, "gid": 51020, "additionalGids": [266], "umask": 0o027});
+        own["cwd"] = json!("/home/user");
+        own["env"] = json!(["PATH=/bin:/usr/bin", "GREETING=hello"]);
+        own["rlimits"] = json!([{"type": "RLIMIT_NOFILE", "soft": 42, "hard": 43}]);
+        let capabilities = json!(["CAP_KILL"]);
+        own["capabilities"] = json!({"bounding": capabilities, "effective": capabilities, "permitted": capabilities,
+                                     "inheritable": capabilities, "ambient": capabilities});
+        let (status, out, err) = task.run(directory.path(), "one", &own);
+        let expected = "uid=264 gid=51020 groups=266,51020\n0027\n42\n43\n/home/user\n/ hello\nCapEff:\t0000000000000020\n";
+        // Not every runtime counts the first group among the others.
+        assert_eq!((status, out.replace("groups=266\n", "groups=266,51020\n").as_str()), (0, expected), "{err}");
+        // The container's user has a home, and it is what the next one has.
+        let (_, out, _) = task.run(directory.path(), "one", &shell("id -u; echo $HOME"));
+        assert_eq!(out, "0\n/root\n");
+    }
+
+    /// One that is deleted before it was started is gone, and its id is free again.
+    fn deleted_before_the_start(bed: &Testbed) {
+        let container = bed.sleeper();
+        let task = Task::of(bed, &container);
+        let directory = bed.directory();
+        let output = Output::new(directory.path(), "out");
+        let streams = Streams { stdout: output.uri(), ..Streams::default() };
+        for _ in 0..2 {
+            task.exec("one", &process(&["true"]), &streams).expect("the id is free");
+            let again = task.exec("one", &process(&["true"]), &streams).expect_err("the id is taken");
+            assert_eq!(again.code, ttrpc::Code::ALREADY_EXISTS, "{again:?}");
+            task.delete("one").expect("it does not run");
+            assert_eq!(task.status("one").expect_err("it is gone").code, ttrpc::Code::NOT_FOUND);
+        }
+        assert_eq!(task.run(directory.path(), "one", &shell("exit 3")).0, 3);
+    }
+
+    /// A frozen container takes no exec; those that run go on when it does.
+    fn in_a_frozen_container(bed: &Testbed) {
+        let container = bed.sleeper();
+        let task = Task::of(bed, &container);
+        let directory = bed.directory();
+        let output = Output::new(directory.path(), "out");
+        let streams = Streams { stdout: output.uri(), ..Streams::default() };
+        let line = "trap 'exit 3' TERM; echo ready; while :; do sleep 0.1; done";
+        task.exec("runs", &shell(line), &streams).expect("it is not frozen");
+        task.start("runs").expect("it is not frozen");
+        output.reader().until(|said| said == "ready\n");
+        task.pause().expect("it runs");
+        assert!(container.exec(["true"]).code != 0, "it is frozen");
+        // Heard when it goes on.
+        task.kill("runs", 15, false).expect("it is there");
+        task.resume().expect("it is frozen");
+        assert_eq!(task.wait("runs"), Ok(3));
+        container.exec(["true"]).succeeded();
+    }
+
+    /// What cannot be run is said in the words by which clients choose 126 and 127, and the id is free
+    /// again (field case 7).
+    fn programs_that_cannot_be_run(bed: &Testbed) {
+        let container = bed.run().shell("echo garbage > /tmp/bad; chmod +x /tmp/bad; echo > /tmp/ready; exec sleep 3600").detach();
+        container.exec_shell("until test -e /tmp/ready; do sleep 0.1; done").succeeded();
+        let task = Task::of(bed, &container);
+        let directory = bed.directory();
+        let cases = [
+            ("/no/such", "no such file or directory"),
+            ("noexist", "executable file not found in $PATH"),
+            ("/etc/passwd", "permission denied"),
+            ("/etc", "is a directory"),
+            ("/tmp/bad", "exec format error"),
+        ];
+        for (program, words) in cases {
+            for terminal in [false, true] {
+                let streams = Streams { terminal, ..Streams::default() };
+                task.exec("one", &process(&[program]), &streams).expect("nobody has looked yet");
+                let refusal = task.start("one").expect_err(program);
+                assert!(refusal.message.contains(program), "{refusal:?}");
+                assert!(refusal.message.contains(words), "{refusal:?}");
+                task.delete("one").expect("it does not run");
+            }
+        }
+        assert_eq!(task.run(directory.path(), "one", &shell("exit 3")).0, 3);
+        assert_eq!(container.status().as_deref(), Some("RUNNING"));
+    }
+}
+
+/// Two hundred at once, with all their streams, are all run, and each is told of with what is its own.
+///
+/// On one containerd alone, which has little to do with it.
+#[test]
+fn two_hundred_at_once() {
+    on_containerd(Version::V2_1, "two_hundred_at_once", burst);
+}
+
+fn burst(bed: &Testbed) {
+    let container = bed.sleeper();
+    let task = Task::of(bed, &container);
+    let directory = bed.directory();
+    std::thread::scope(|scope| {
+        let execs: Vec<_> = (0..MANY)
+            .map(|number| {
+                let (task, directory) = (&task, directory.path());
+                scope.spawn(move || {
+                    let id = format!("exec-{number}");
+                    let output = Output::new(directory, &format!("{id}.out"));
+                    let unused = |name: &str| {
+                        fifo(directory, &format!("{id}.{name}"))
+                            .display()
+                            .to_string()
+                    };
+                    let streams = Streams {
+                        stdin: unused("in"),
+                        stdout: output.uri(),
+                        stderr: unused("err"),
+                        terminal: false,
+                    };
+                    let status = u32::try_from(number % 256).expect("it is small");
+                    let line = format!("echo {number}; exit {status}");
+                    task.exec(&id, &shell(&line), &streams)?;
+                    task.start(&id)?;
+                    let ended = task.wait(&id)?;
+                    let said = output.reader().text();
+                    task.delete(&id)?;
+                    assert_eq!((ended, said), (status, format!("{number}\n")));
+                    Ok::<_, thaw_tests::task::Refusal>(())
+                })
+            })
+            .collect();
+        for exec in execs {
+            exec.join().expect("it does not panic").expect("it is run");
+        }
+    });
+    assert_eq!(container.status().as_deref(), Some("RUNNING"));
+    container.exec(["true"]).succeeded();
 }

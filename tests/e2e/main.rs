@@ -2,6 +2,8 @@
 //!
 //! `run`, `exec`, `stdio`, `files` and most of `tasks` and `group` hold for every runtime, and
 //! `make e2e-runc` shows that they do with runc; the others are about what only thaw does.
+//! `run`, `exec`, `stdio`, `terminal`, `signals`, `files` and most of `limits` and `tasks` hold for every
+//! runtime, and `make e2e-runc` shows that they do with runc; the others are about what only thaw does.
 
 mod cleanup;
 mod containerd_client;
@@ -10,13 +12,17 @@ mod exec;
 mod files;
 mod group;
 mod identity;
+mod idle;
+mod limits;
 mod operator;
 mod protocol;
 mod restore;
 mod run;
 mod shortage;
+mod signals;
 mod soak;
 mod stdio;
 mod survival;
 mod tasks;
 mod template;
+mod terminal;

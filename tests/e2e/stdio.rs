@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 
+use thaw_tests::task::{Output, Streams, Task, fifo, process, shell};
 use thaw_tests::{Finished, NAMESPACE, finish_when_ready, on_each_containerd};
 
 /// The numbers up to `last`, one a line.
@@ -113,5 +114,71 @@ on_each_containerd! {
         assert_eq!(written("err"), b"error\n");
         let (out, expected) = (written("out"), numbers(100_000));
         assert!(out == expected, "{} bytes of {}", out.len(), expected.len());
+    }
+
+    /// A file takes both streams of a detached container, after what it had before (field case 5).
+    fn file(bed: &Testbed) {
+        let directory = bed.directory();
+        let log = directory.path().join("deep/down/log");
+        for _ in 0..2 {
+            let uri = format!("file://{}", log.display());
+            let line = "echo one; echo two >&2; seq 1 10000; printf three; exit 4";
+            let container = bed.run().options(["--log-uri", &uri]).shell(line).detach();
+            assert_eq!(container.ended(), 4);
+            container.remove();
+        }
+        let text = std::fs::read_to_string(&log).expect("it was made");
+        // Two streams: what is on the one may come between any two bytes of the other.
+        let out = format!("one\n{}three", String::from_utf8_lossy(&numbers(10_000)));
+        assert_eq!(text.matches("two\n").count(), 2);
+        assert!(text.replace("two\n", "") == out.repeat(2), "{} bytes of {}", text.len(), 2 * (out.len() + 4));
+    }
+
+    /// A logger that is not there, or no logger at all, is an error that names it, and leaves nothing.
+    fn unfit_log(bed: &Testbed) {
+        for (uri, name) in [("binary:///no/such/logger", "/no/such/logger"), ("odd:///tmp/log", "odd")] {
+            let run = bed.run().options(["--log-uri", uri]).command(["true"]);
+            let ended = thaw_tests::finish(&mut run.to_command(&["--detach"]));
+            assert!(ended.code != 0, "{ended}");
+            assert!(ended.stderr().contains(name), "{ended}");
+        }
+        bed.remove_containers();
+        bed.assert_clean("logs that cannot be");
+    }
+
+    /// What was written before the end of the input was told arrives whole before that end.
+    fn input_before_its_end(bed: &Testbed) {
+        let container = bed.sleeper();
+        let task = Task::of(bed, &container);
+        let directory = bed.directory();
+        let data = numbers(200_000);
+        let output = Output::new(directory.path(), "out");
+        let input = fifo(directory.path(), "in");
+        let streams = Streams { stdin: input.display().to_string(), stdout: output.uri(), ..Streams::default() };
+        task.exec("one", &process(&["cat"]), &streams).expect("it can be registered");
+        task.start("one").expect("it can be started");
+        let said = std::thread::scope(|scope| {
+            let said = scope.spawn(|| output.reader().text());
+            std::fs::write(&input, &data).expect("the shim reads it");
+            task.close_input("one").expect("it runs");
+            said.join().expect("it does not panic")
+        });
+        assert!(said.as_bytes() == data, "{} of {} bytes came", said.len(), data.len());
+        assert_eq!(task.wait("one"), Ok(0));
+    }
+
+    /// The end of an input that there never was does not end the output (field case 3).
+    fn end_of_no_input(bed: &Testbed) {
+        let container = bed.sleeper();
+        let task = Task::of(bed, &container);
+        let directory = bed.directory();
+        let output = Output::new(directory.path(), "out");
+        let streams = Streams { stdout: output.uri(), ..Streams::default() };
+        let line = "cat; for n in 1 2 3; do echo $n; sleep 0.3; done";
+        task.exec("one", &shell(line), &streams).expect("it can be registered");
+        task.start("one").expect("it can be started");
+        task.close_input("one").expect("it runs");
+        assert_eq!(output.reader().text(), "1\n2\n3\n");
+        assert_eq!(task.wait("one"), Ok(0));
     }
 }

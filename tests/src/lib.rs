@@ -20,6 +20,7 @@ mod containerd;
 mod environment;
 mod host;
 pub mod player;
+pub mod task;
 mod testbed;
 pub mod thaw;
 
