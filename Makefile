@@ -98,6 +98,6 @@ e2e: stage-faults stage
 
 #: make e2e-runc   those end-to-end tests that hold for every runtime, with runc: a test of the tests
 e2e-runc:
-	THAW_RUNTIME=io.containerd.runc.v2 $(E2E) -- run:: exec:: stdio:: files:: tasks::out tasks::pause tasks::metrics group::come group::five group::one group::shared
 	THAW_RUNTIME=io.containerd.runc.v2 $(E2E) -- run:: exec:: stdio:: terminal:: signals:: files:: \
-		limits::update limits::kills limits::counters tasks::out tasks::pause tasks::metrics
+		limits::update limits::kills limits::counters tasks::out tasks::pause tasks::metrics \
+		group::come group::five group::one group::shared

@@ -1,12 +1,13 @@
 //! The clocks that run beside runc: whole commands of the client, in turns.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use serde_json::Value;
-use thaw_tests::{Run, Testbed};
+use thaw_tests::{Container, Run, Testbed};
 
 use crate::samples::Samples;
 
@@ -100,4 +101,46 @@ pub fn exec(bed: &Testbed, samples: usize) -> BesideRunc {
     thaw.remove();
     runc.remove();
     clock
+}
+
+/// How many execs a burst has.
+pub const BURST: usize = 200;
+
+/// [`BURST`] times `ctr tasks exec … true` at once in a container that runs, through one containerd, until
+/// the last has ended.
+pub fn burst(bed: &Testbed, samples: usize) -> Result<BesideRunc> {
+    let mut clock = BesideRunc::default();
+    for _ in 0..samples {
+        for runtime in [RUNC, THAW] {
+            let container = bed.run().runtime(runtime).command(["sleep", "3600"]);
+            let container = container.detach();
+            let took = one_burst(&container).with_context(|| format!("a burst with {runtime}"))?;
+            container.remove();
+            match runtime {
+                THAW => clock.thaw.push(took),
+                _ => clock.runc.push(took),
+            }
+        }
+    }
+    Ok(clock)
+}
+
+fn one_burst(container: &Container<'_>) -> Result<Duration> {
+    let begun = Instant::now();
+    let mut execs = Vec::with_capacity(BURST);
+    for _ in 0..BURST {
+        let mut command = container.exec_command(["true"]);
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        execs.push(command.spawn().context("executing ctr")?);
+    }
+    let mut failed = 0;
+    for mut exec in execs {
+        failed += usize::from(!exec.wait()?.success());
+    }
+    let took = begun.elapsed();
+    ensure!(failed == 0, "{failed} of {BURST} failed");
+    Ok(took)
 }

@@ -1,12 +1,13 @@
-//! `thaw-bench`: the restore, start, exec and memory clocks, started by `make bench` through
+//! `thaw-bench`: the restore, start, exec, burst and memory clocks, started by `make bench` through
 //! `tests/run`.
 //!
 //! ```text
 //! thaw-bench [--samples N] [--sandboxes N] [CLOCK...]
 //! ```
 //!
-//! Measures the clocks that are named (`restore`, `start`, `exec`, `memory`; all, when none is), the
-//! ones that runc has too beside runc in turns. Prints tables, and writes the same to `bench.json` in
+//! Measures the clocks that are named (`restore`, `start`, `exec`, `burst`, `memory`; all, when none
+//! is), the ones that runc has too beside runc in turns. Of bursts, which have two hundred execs each, there
+//! is one for every 25 samples. Prints tables, and writes the same to `bench.json` in
 //! $THAW_RESULTS where that is set.
 
 mod clocks;
@@ -30,7 +31,10 @@ struct Arguments {
     clocks: Vec<String>,
 }
 
-const CLOCKS: [&str; 4] = ["restore", "start", "exec", "memory"];
+const CLOCKS: [&str; 5] = ["restore", "start", "exec", "burst", "memory"];
+
+/// How many samples of other clocks one of bursts stands for.
+const SAMPLES_OF_A_BURST: usize = 25;
 
 impl Arguments {
     fn parse(words: impl IntoIterator<Item = String>) -> Result<Self> {
@@ -107,6 +111,10 @@ fn measure(bed: &Testbed, arguments: &Arguments) -> Result<Report> {
                 (report.start, report.phases) = (Some(start), phases);
             }
             "exec" => report.exec = Some(clocks::exec(bed, arguments.samples)),
+            "burst" => {
+                let bursts = arguments.samples.div_ceil(SAMPLES_OF_A_BURST);
+                report.burst = Some(clocks::burst(bed, bursts)?);
+            }
             _ => report.memory = Some(memory::memory(bed, arguments.sandboxes)?),
         }
     }
@@ -157,7 +165,7 @@ mod tests {
 
     #[test]
     fn test_other_arguments_are_refused() {
-        for line in ["--samples", "--samples 0", "--samples x", "burst"] {
+        for line in ["--samples", "--samples 0", "--samples x", "idle"] {
             assert!(parse(line).is_err(), "{line}");
         }
     }

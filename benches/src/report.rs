@@ -4,7 +4,7 @@ use std::fmt::{Display, Formatter, Result};
 
 use serde::Serialize;
 
-use crate::clocks::{BesideRunc, Phases};
+use crate::clocks::{BURST, BesideRunc, Phases};
 use crate::memory::Memory;
 use crate::restore::Restore;
 use crate::samples::Summary;
@@ -22,6 +22,8 @@ pub struct Report {
     pub phases: Phases,
     /// `ctr tasks exec … true`.
     pub exec: Option<BesideRunc>,
+    /// Many of them at once.
+    pub burst: Option<BesideRunc>,
     /// Idle sandboxes.
     pub memory: Option<Memory>,
 }
@@ -98,6 +100,10 @@ impl Display for Report {
         }
         if let Some(exec) = &self.exec {
             beside(f, "exec: ctr tasks exec … true", exec)?;
+        }
+        if let Some(burst) = &self.burst {
+            let title = format!("burst: {BURST} times ctr tasks exec … true at once, to the last");
+            beside(f, &title, burst)?;
         }
         self.memory
             .as_ref()

@@ -1,9 +1,7 @@
 //! End-to-end tests: containers through real containerd, of three versions.
 //!
-//! `run`, `exec`, `stdio`, `files` and most of `tasks` and `group` hold for every runtime, and
-//! `make e2e-runc` shows that they do with runc; the others are about what only thaw does.
-//! `run`, `exec`, `stdio`, `terminal`, `signals`, `files` and most of `limits` and `tasks` hold for every
-//! runtime, and `make e2e-runc` shows that they do with runc; the others are about what only thaw does.
+//! `run`, `exec`, `stdio`, `terminal`, `signals`, `files` and most of `limits`, `tasks` and `group` hold for
+//! every runtime, and `make e2e-runc` shows that they do with runc; the others are about what only thaw does.
 
 mod cleanup;
 mod containerd_client;
