@@ -18,6 +18,13 @@ const MOST: usize = 2 << 10;
 /// Most lines. The first say what failed and why, the others where that was noticed.
 const LINES: usize = 2;
 
+/// Errors by whose words clients choose an exit status, as they are logged and as they are said.
+const WORDS: [(&str, &str); 3] = [
+    ("e=ENOENT", "no such file or directory"),
+    ("e=EACCES", "permission denied"),
+    ("e=ENOTDIR", "not a directory"),
+];
+
 /// The log of one helper.
 pub struct Journal(Arc<File>);
 
@@ -43,11 +50,22 @@ impl Journal {
         let mut buffer = [0; MOST];
         let length = self.0.read_at(&mut buffer, 0).unwrap_or(0);
         let text = String::from_utf8_lossy(&buffer[..length]);
-        let lines: Vec<&str> = text.lines().take(LINES).collect();
+        let lines: Vec<String> = text.lines().take(LINES).map(in_words).collect();
         if lines.is_empty() {
             return message;
         }
         format!("{message} ({})", lines.join("; "))
+    }
+}
+
+/// A line of the log, with the kernel's error in words.
+fn in_words(line: &str) -> String {
+    let found = WORDS
+        .iter()
+        .find(|(logged, _)| line.split_whitespace().any(|word| word == *logged));
+    match found {
+        Some((_, words)) => format!("{line}: {words}"),
+        None => line.to_owned(),
     }
 }
 
@@ -56,6 +74,16 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+
+    #[test]
+    fn test_the_kernel_s_error_is_said_in_words() {
+        let logged = in_words("failed to chdir e=ENOENT");
+        assert_eq!(
+            logged,
+            "failed to chdir e=ENOENT: no such file or directory"
+        );
+        assert_eq!(in_words("size=ENOENTS"), "size=ENOENTS");
+    }
 
     fn journal() -> Journal {
         Journal(Arc::new(tempfile::tempfile().unwrap()))

@@ -217,11 +217,12 @@ on_shim! {
             let refused = refused_exec(&container, &format!("e{index}"), process(program));
             assert!(refused.contains(words), "{program}: {refused}");
         }
-        for (index, cwd) in ["/no/such", "/etc/plain"].into_iter().enumerate() {
+        let directories = [("/no/such", "no such file or directory"), ("/etc/plain", "not a directory")];
+        for (index, (cwd, words)) in directories.into_iter().enumerate() {
             let mut elsewhere = process("true");
             elsewhere["cwd"] = json!(cwd);
             let refused = refused_exec(&container, &format!("cwd{index}"), elsewhere);
-            assert!(refused.contains("chdir"), "{refused}");
+            assert!(refused.contains("chdir") && refused.contains(words), "{refused}");
         }
         let mut relative = process("true");
         relative["cwd"] = json!("relative");
