@@ -281,7 +281,7 @@ impl Round<'_> {
 }
 
 /// One round with a fault point. `events` has been listening since before it.
-fn round_with_point(round: &Round<'_>, events: &Events, point: &str, outcome: Outcome) {
+fn round_with_point(round: &Round<'_>, events: &mut Events, point: &str, outcome: Outcome) {
     let (bed, id) = (round.bed, &round.id);
     let since = events.len();
     let log = bed.containerd().log().len();
@@ -315,6 +315,12 @@ fn round_with_point(round: &Round<'_>, events: &Events, point: &str, outcome: Ou
             _ => *exit == KILLED,
         };
         assert!(exits.iter().all(right), "{exits:?} were told");
+    }
+    if outcome == Lost {
+        // containerd has the bundle of a `delete` that failed cleaned up when it starts the next time.
+        bed.containerd().kill();
+        bed.containerd().restart();
+        *events = Events::listen(bed);
     }
     if point == "start-noting" {
         // Nothing but the next start knows what is left of it, for a minute.
@@ -401,7 +407,9 @@ fn rounds(bed: &Testbed, first: usize, count: usize) {
         let round = round(number);
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             match plan {
-                Plan::Point(point, outcome) => round_with_point(&round, &events, point, outcome),
+                Plan::Point(point, outcome) => {
+                    round_with_point(&round, &mut events, point, outcome);
+                }
                 Plan::Moment(victim, moment) => {
                     round_with_moment(&round, &mut events, victim, moment);
                 }
