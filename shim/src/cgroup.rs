@@ -1,11 +1,13 @@
 //! The VMM's cgroup on the host: where the container's would be, so that whoever accounts for or
 //! limits the container finds it there. cgroup v2 only; on other hosts the VMM stays where it is.
 
-use std::fs;
-use std::io::{self, ErrorKind};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read, Seek};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{XattrFlags, getxattr, setxattr, statfs};
 
 /// Where the hierarchy is mounted.
@@ -16,6 +18,9 @@ const CGROUP2_MAGIC: i64 = 0x6367_7270;
 
 /// Marks the cgroups that thaw made, so that it removes no other.
 const MARK: &str = "trusted.thaw";
+
+/// How long processes that were killed may take to leave their cgroup.
+const EMPTY_LIMIT: Duration = Duration::from_secs(1);
 
 /// The cgroup for the sandbox `sandbox` whose container asks for `cgroups_path`; `None` where the
 /// host has no cgroup v2 or nothing is asked for.
@@ -85,7 +90,12 @@ pub fn remove(path: &Path) -> io::Result<()> {
             format!("{path:?} is no cgroup"),
         ));
     }
-    match fs::remove_dir(path) {
+    let mut removed = fs::remove_dir(path);
+    if matches!(&removed, Err(error) if error.kind() == ErrorKind::ResourceBusy) {
+        wait_until_empty(path)?;
+        removed = fs::remove_dir(path);
+    }
+    match removed {
         // A file is no cgroup of ours either, whatever the spec has called it.
         Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
             return Err(with_path("removing cgroup", path, &error));
@@ -104,6 +114,31 @@ pub fn remove(path: &Path) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Wait until no process is in the cgroup `path` any more, but not for ever. The first thread of a
+/// process that was killed may have ended while others are still on their way out, and belong to it.
+fn wait_until_empty(path: &Path) -> io::Result<()> {
+    let mut events = match File::open(path.join("cgroup.events")) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        opened => opened?,
+    };
+    let end = Instant::now() + EMPTY_LIMIT;
+    loop {
+        let mut text = String::new();
+        events.rewind()?;
+        events.read_to_string(&mut text)?;
+        let left = end.saturating_duration_since(Instant::now());
+        if !text.contains("populated 1") || left.is_zero() {
+            return Ok(());
+        }
+        // The kernel tells of a change since it was last read (cgroup-v2.rst, "cgroup.events").
+        let limit = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: i64::from(left.subsec_nanos()),
+        };
+        poll(&mut [PollFd::new(&events, PollFlags::PRI)], Some(&limit))?;
+    }
 }
 
 fn with_path(doing: &str, path: &Path, error: &io::Error) -> io::Error {
@@ -179,6 +214,31 @@ mod tests {
         );
         assert_eq!(path(":x:y").as_deref(), Some("system.slice/x-y.scope"));
         assert_eq!(path("-.slice:x:y").as_deref(), Some("x-y.scope"));
+    }
+
+    /// A process in it ends only after the removal was asked for.
+    #[test]
+    fn test_a_cgroup_is_removed_once_its_last_process_has_left_it() {
+        let name = format!("thaw-unit-{}", std::process::id());
+        // None without cgroup v2, which the end-to-end tests have.
+        let Some(path) = choose(&name, "x") else {
+            return;
+        };
+        fs::create_dir(&path).unwrap();
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
+        fs::write(path.join("cgroup.procs"), child.id().to_string()).unwrap();
+        let killer = std::thread::spawn(move || {
+            // Only once somebody waits: a removal that comes later finds nothing to wait for.
+            std::thread::sleep(Duration::from_millis(100));
+            child.kill().unwrap();
+            child.wait().unwrap();
+        });
+        remove(&path).unwrap();
+        killer.join().unwrap();
+        assert!(!path.exists());
     }
 
     #[test]
