@@ -15,7 +15,7 @@ use crate::environment::{Environment, IMAGE, Version};
 use crate::host::Host;
 
 /// No single command of a test takes longer, not even in the lab beside a build.
-pub const LIMIT: Duration = Duration::from_secs(120);
+pub const LIMIT: Duration = Duration::from_secs(240);
 
 /// One test at a time: whatever is new on the host is that test's.
 pub(crate) static TURN: Mutex<()> = Mutex::new(());
