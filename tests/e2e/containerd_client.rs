@@ -97,6 +97,7 @@ fn containerd_client() {
                 "-test.run",
                 &run,
                 "-no-criu",
+                "-test.root",
             ])
             .current_dir(&environment.directory)
             .env("PATH", format!("{}:{path}", programs.display()))
@@ -115,9 +116,10 @@ fn containerd_client() {
         println!("passed {}: {passed:?}\nskipped: {skipped:?}", passed.len());
         assert!(
             finished.code == 0 && !passed.is_empty(),
-            "failed: {:?}\n{}",
+            "failed: {:?}\n{}\n{}",
             named("FAIL"),
-            tail(&output)
+            tail(&output),
+            tail(&finished.stderr())
         );
     });
 }
