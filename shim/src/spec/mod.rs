@@ -10,6 +10,7 @@ mod shape;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer};
@@ -290,14 +291,7 @@ impl Spec {
                 self.hostname.len()
             ));
         }
-        if let Some(path) = self.network_namespace()
-            && let Err(error) = fs::metadata(path)
-        {
-            return unsupported(format!(
-                "linux.namespaces: the network namespace {}: {error}",
-                path.display()
-            ));
-        }
+        self.check_network(siblings)?;
         for (name, hooks) in &self.hooks {
             // What the agent runs inside of the container needs nothing of the host.
             let empty = hooks.as_array().is_none_or(Vec::is_empty);
@@ -306,6 +300,33 @@ impl Spec {
                     "hooks.{name}: hooks that run on the host are not supported"
                 ));
             }
+        }
+        Ok(())
+    }
+
+    /// Refuse a network namespace that is not there, or that is not the one of the sandbox: its
+    /// containers all have the guest's network.
+    fn check_network(&self, siblings: &Siblings) -> Result<(), SpecError> {
+        let Some(path) = self.network_namespace() else {
+            return Ok(());
+        };
+        let identity = |path: &Path| fs::metadata(path).map(|file| (file.dev(), file.ino()));
+        let named = identity(path).map_err(|error| {
+            SpecError::Unsupported(format!(
+                "linux.namespaces: the network namespace {}: {error}",
+                path.display()
+            ))
+        })?;
+        let mut others = siblings
+            .keys()
+            .filter_map(|pid| identity(Path::new(&format!("/proc/{pid}/ns/net"))).ok())
+            .peekable();
+        if others.peek().is_some() && !others.any(|other| other == named) {
+            return Err(SpecError::Unsupported(format!(
+                "linux.namespaces: the network namespace {} is not that of the sandbox, whose \
+                 network all its containers have: name that one, or none",
+                path.display()
+            )));
         }
         Ok(())
     }
@@ -447,6 +468,29 @@ mod tests {
         let error = check("", "/run/netns/none").unwrap_err();
         assert!(
             error.contains("network namespace /run/netns/none"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn test_another_network_than_the_sandbox_s_is_refused_by_name() {
+        let siblings = Siblings::from([(std::process::id(), "pause".to_owned())]);
+        let check = |path: &str| {
+            let spec = json!({
+                "root": { "path": "rootfs" }, "linux": { "namespaces": [
+                    { "type": "network", "path": path }, { "type": "pid" }, { "type": "mount" },
+                ] }
+            });
+            parse(spec)
+                .check(&siblings)
+                .map_err(|error| error.to_string())
+        };
+        check("").unwrap();
+        check(&format!("/proc/{}/ns/net", std::process::id())).unwrap();
+        // Any other file than that of the sandbox's namespace.
+        let error = check("/proc/self/ns/uts").unwrap_err();
+        assert!(
+            error.contains("network namespace /proc/self/ns/uts is not that of the sandbox"),
             "{error}"
         );
     }
