@@ -8,15 +8,9 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use containerd_shim_protos::api::{
-    CloseIORequest, DeleteRequest, DeleteResponse, Empty, ExecProcessRequest, KillRequest,
-    PauseRequest, ResizePtyRequest, ResumeRequest, StartRequest, StartResponse, StateRequest,
-    StateResponse, StatsRequest, StatsResponse, Status, UpdateTaskRequest, WaitRequest,
-    WaitResponse,
-};
+use containerd_shim_protos::api::{ExecProcessRequest, Status};
 use containerd_shim_protos::cgroups_v2::metrics::Metrics;
-use containerd_shim_protos::protobuf::well_known_types::any::Any;
-use containerd_shim_protos::protobuf::{Message, MessageField};
+use containerd_shim_protos::protobuf::Message;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::stat::Mode;
@@ -24,6 +18,7 @@ use nix::unistd::mkfifo;
 use serde_json::{Value, json};
 
 use crate::container::Container;
+use crate::player::{self, Api, CallError, any};
 use crate::testbed::{LIMIT, Testbed};
 
 /// The type of the metrics of a cgroup of version 2.
@@ -32,8 +27,7 @@ const METRICS: &str = "io.containerd.cgroups.v2.Metrics";
 /// A connection to a shim, for one container.
 #[derive(Clone)]
 pub struct Task {
-    client: ttrpc::Client,
-    service: &'static str,
+    shim: player::Task,
     id: String,
 }
 
@@ -44,6 +38,19 @@ pub struct Refusal {
     pub code: ttrpc::Code,
     /// In words.
     pub message: String,
+}
+
+/// The tests of this kind of task break no connection.
+impl From<CallError> for Refusal {
+    fn from(error: CallError) -> Self {
+        match error {
+            CallError::Refused { code, text } => Self {
+                code,
+                message: text,
+            },
+            CallError::Broken(reason) => panic!("no answer: {reason}"),
+        }
+    }
 }
 
 /// Where the streams of an exec go.
@@ -68,35 +75,11 @@ impl Task {
     #[track_caller]
     pub fn of(bed: &Testbed, container: &Container<'_>) -> Self {
         let bundle = bed.containerd().bundles().join(&container.id);
-        let (address, version) = address(&bundle);
-        let client = ttrpc::Client::connect(&address)
-            .unwrap_or_else(|error| panic!("connecting to {address}: {error}"));
-        let service = match version {
-            3 => "containerd.task.v3.Task",
-            _ => "containerd.task.v2.Task",
-        };
-        let id = container.id.clone();
+        let (address, api) = address(&bundle);
+        let socket = address.strip_prefix("unix://").unwrap_or(&address);
         Self {
-            client,
-            service,
-            id,
-        }
-    }
-
-    fn call<A: Message>(&self, method: &str, request: &impl Message) -> Result<A, Refusal> {
-        let mut envelope = ttrpc::Request::new();
-        envelope.service = self.service.to_owned();
-        envelope.method = method.to_owned();
-        envelope.timeout_nano = LIMIT.as_nanos() as i64;
-        envelope.payload = request.write_to_bytes().expect("it is small");
-        match self.client.request(envelope) {
-            Ok(answer) => Ok(A::parse_from_bytes(&answer.payload)
-                .unwrap_or_else(|error| panic!("the answer to {method}: {error}"))),
-            Err(ttrpc::Error::RpcStatus(status)) => Err(Refusal {
-                code: status.code(),
-                message: status.message,
-            }),
-            Err(error) => panic!("{method} of {}: {error}", self.id),
+            shim: player::Task::connect_to(Path::new(socket), api),
+            id: container.id.clone(),
         }
     }
 
@@ -115,117 +98,67 @@ impl Task {
             stdout,
             stderr,
             terminal,
-            spec: any("Process", process),
+            spec: Some(any("Process", process)).into(),
             ..ExecProcessRequest::default()
         };
-        self.call::<Empty>("Exec", &request).map(drop)
+        Ok(self.shim.exec(&request).map(drop)?)
     }
 
     /// Starts an exec, and the container for the empty id; returns the pid.
     pub fn start(&self, exec_id: &str) -> Result<u32, Refusal> {
-        let request = StartRequest {
-            id: self.id.clone(),
-            exec_id: exec_id.to_owned(),
-            ..StartRequest::default()
-        };
-        let started: StartResponse = self.call("Start", &request)?;
-        Ok(started.pid)
+        Ok(self.shim.start(&self.id, exec_id)?.pid)
     }
 
     /// The exit status of an exec, or of the container, once there is one.
     pub fn wait(&self, exec_id: &str) -> Result<u32, Refusal> {
-        let request = WaitRequest {
-            id: self.id.clone(),
-            exec_id: exec_id.to_owned(),
-            ..WaitRequest::default()
-        };
-        let ended: WaitResponse = self.call("Wait", &request)?;
-        Ok(ended.exit_status)
+        Ok(self.shim.wait(&self.id, exec_id)?.exit_status)
     }
 
     /// Deletes an exec, or the container; returns its exit status.
     pub fn delete(&self, exec_id: &str) -> Result<u32, Refusal> {
-        let request = DeleteRequest {
-            id: self.id.clone(),
-            exec_id: exec_id.to_owned(),
-            ..DeleteRequest::default()
-        };
-        let deleted: DeleteResponse = self.call("Delete", &request)?;
-        Ok(deleted.exit_status)
+        Ok(self.shim.delete(&self.id, exec_id)?.exit_status)
     }
 
     /// What an exec, or the container, is doing.
     pub fn status(&self, exec_id: &str) -> Result<Status, Refusal> {
-        let request = StateRequest {
-            id: self.id.clone(),
-            exec_id: exec_id.to_owned(),
-            ..StateRequest::default()
-        };
-        let state: StateResponse = self.call("State", &request)?;
+        let state = self.shim.state(&self.id, exec_id)?;
         Ok(state.status.enum_value_or_default())
     }
 
     /// Sends a signal by its number to an exec, or to the container's first process or `all` of it.
     pub fn kill(&self, exec_id: &str, signal: u32, all: bool) -> Result<(), Refusal> {
-        let request = KillRequest {
-            id: self.id.clone(),
-            exec_id: exec_id.to_owned(),
-            signal,
-            all,
-            ..KillRequest::default()
+        let killed = match all {
+            true => self.shim.kill_all(&self.id, signal),
+            false => self.shim.kill(&self.id, exec_id, signal),
         };
-        self.call::<Empty>("Kill", &request).map(drop)
+        Ok(killed.map(drop)?)
     }
 
     /// Says that no more input comes.
     pub fn close_input(&self, exec_id: &str) -> Result<(), Refusal> {
-        let request = CloseIORequest {
-            id: self.id.clone(),
-            exec_id: exec_id.to_owned(),
-            stdin: true,
-            ..CloseIORequest::default()
-        };
-        self.call::<Empty>("CloseIO", &request).map(drop)
+        Ok(self.shim.close_stdin(&self.id, exec_id).map(drop)?)
     }
 
     /// Sets the size of a terminal.
     pub fn resize(&self, exec_id: &str, rows: u32, columns: u32) -> Result<(), Refusal> {
-        let request = ResizePtyRequest {
-            id: self.id.clone(),
-            exec_id: exec_id.to_owned(),
-            height: rows,
-            width: columns,
-            ..ResizePtyRequest::default()
-        };
-        self.call::<Empty>("ResizePty", &request).map(drop)
+        let size = (columns, rows);
+        Ok(self.shim.resize(&self.id, exec_id, size).map(drop)?)
     }
 
     /// Freezes the container.
     pub fn pause(&self) -> Result<(), Refusal> {
-        let request = PauseRequest {
-            id: self.id.clone(),
-            ..PauseRequest::default()
-        };
-        self.call::<Empty>("Pause", &request).map(drop)
+        Ok(self.shim.pause(&self.id).map(drop)?)
     }
 
     /// Thaws it.
     pub fn resume(&self) -> Result<(), Refusal> {
-        let request = ResumeRequest {
-            id: self.id.clone(),
-            ..ResumeRequest::default()
-        };
-        self.call::<Empty>("Resume", &request).map(drop)
+        Ok(self.shim.resume(&self.id).map(drop)?)
     }
 
     /// Changes limits: `resources` is OCI's `LinuxResources` in JSON.
     pub fn update(&self, resources: &Value) -> Result<(), Refusal> {
-        let request = UpdateTaskRequest {
-            id: self.id.clone(),
-            resources: any("LinuxResources", resources),
-            ..UpdateTaskRequest::default()
-        };
-        self.call::<Empty>("Update", &request).map(drop)
+        let resources = any("LinuxResources", resources);
+        Ok(self.shim.update(&self.id, resources).map(drop)?)
     }
 
     /// The counters of the container's cgroup.
@@ -235,11 +168,7 @@ impl Task {
     /// When they are not those of version 2.
     #[track_caller]
     pub fn metrics(&self) -> Result<Metrics, Refusal> {
-        let request = StatsRequest {
-            id: self.id.clone(),
-            ..StatsRequest::default()
-        };
-        let stats: StatsResponse = self.call("Stats", &request)?;
+        let stats = self.shim.stats(&self.id)?;
         let stats = stats.stats.unwrap_or_default();
         assert_eq!(stats.type_url, METRICS);
         Ok(Metrics::parse_from_bytes(&stats.value).expect("they are what they are said to be"))
@@ -288,30 +217,23 @@ pub fn shell(line: &str) -> Value {
     process(&["sh", "-c", line])
 }
 
-fn any(kind: &str, value: &Value) -> MessageField<Any> {
-    MessageField::some(Any {
-        type_url: format!("types.containerd.io/opencontainers/runtime-spec/1/{kind}"),
-        value: value.to_string().into_bytes(),
-        ..Any::default()
-    })
-}
-
 /// Address of the shim of a bundle, and the version of its interface.
 #[track_caller]
-fn address(bundle: &Path) -> (String, u64) {
+fn address(bundle: &Path) -> (String, Api) {
     // containerd 2 writes the one, a shim for an older one the other.
     for name in ["bootstrap.json", "address"] {
         let Ok(text) = fs::read_to_string(bundle.join(name)) else {
             continue;
         };
         let Ok(bootstrap) = serde_json::from_str::<BTreeMap<String, Value>>(&text) else {
-            return (text.trim().to_owned(), 2);
+            return (text.trim().to_owned(), Api::V2);
         };
         let address = bootstrap["address"].as_str().unwrap_or_default();
-        return (
-            address.to_owned(),
-            bootstrap["version"].as_u64().unwrap_or(2),
-        );
+        let api = match bootstrap["version"].as_u64() {
+            Some(3) => Api::V3,
+            _ => Api::V2,
+        };
+        return (address.to_owned(), api);
     }
     panic!("{} has no address of a shim", bundle.display());
 }

@@ -1,7 +1,7 @@
 //! What is refused, with which code and which words: containerd acts on the codes, and Docker takes
 //! its own exit statuses 126 and 127 from the words.
 
-use containerd_shim_protos::api::{Empty, ExecProcessRequest, KillRequest, ResizePtyRequest};
+use containerd_shim_protos::api::{Empty, ExecProcessRequest, ResizePtyRequest};
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use serde_json::json;
 use thaw_tests::player::{Api, CallError, Container, Fifos, Player, Program, any};
@@ -140,8 +140,7 @@ on_shim! {
             assert_eq!(code(task.kill(id, "", signal)), Code::INVALID_ARGUMENT, "{signal}");
         }
         task.kill(id, "", 0).unwrap();
-        task.call::<Empty>("Kill", &KillRequest { id: id.to_owned(), all: true, ..KillRequest::default() })
-            .unwrap();
+        task.kill_all(id, 0).unwrap();
         // Without a terminal there is nothing to resize, which is no error.
         task.resize(id, "", (80, 24)).unwrap();
         let exec = |spec: &[u8]| {

@@ -201,6 +201,17 @@ impl Task {
         self.call("Kill", &request)
     }
 
+    /// Kill, of all processes of a container.
+    pub fn kill_all(&self, id: &str, signal: u32) -> Called<Empty> {
+        let request = KillRequest {
+            id: id.to_owned(),
+            signal,
+            all: true,
+            ..KillRequest::default()
+        };
+        self.call("Kill", &request)
+    }
+
     /// Wait, until it has ended.
     pub fn wait(&self, id: &str, exec_id: &str) -> Called<WaitResponse> {
         let request = WaitRequest {
