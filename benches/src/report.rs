@@ -4,7 +4,7 @@ use std::fmt::{Display, Formatter, Result};
 
 use serde::Serialize;
 
-use crate::clocks::{BURST, BesideRunc, Phases};
+use crate::clocks::{BesideRunc, Burst, Phases};
 use crate::memory::Memory;
 use crate::restore::Restore;
 use crate::samples::Summary;
@@ -23,7 +23,7 @@ pub struct Report {
     /// `ctr tasks exec … true`.
     pub exec: Option<BesideRunc>,
     /// Many of them at once.
-    pub burst: Option<BesideRunc>,
+    pub bursts: Vec<Burst>,
     /// Idle sandboxes.
     pub memory: Option<Memory>,
 }
@@ -101,9 +101,19 @@ impl Display for Report {
         if let Some(exec) = &self.exec {
             beside(f, "exec: ctr tasks exec … true", exec)?;
         }
-        if let Some(burst) = &self.burst {
-            let title = format!("burst: {BURST} times ctr tasks exec … true at once, to the last");
-            beside(f, &title, burst)?;
+        for burst in &self.bursts {
+            let execs = burst.execs;
+            let title = format!("burst: {execs} times ctr tasks exec … true at once, to the last");
+            beside(f, &title, &burst.clock)?;
+            let Burst {
+                thaw_failed,
+                runc_failed,
+                ..
+            } = burst;
+            writeln!(
+                f,
+                "  execs that failed: thaw {thaw_failed}, runc {runc_failed}"
+            )?;
         }
         self.memory
             .as_ref()
