@@ -2,21 +2,27 @@
 //! written before each thing was made, whoever was killed, and when. Everything here may be done
 //! again, and at the same time by somebody else.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use rustix::fs::{FlockOperation, flock};
 use thaw_fault_points::point;
 
 use crate::cgroup;
 use crate::consoles;
-use crate::facts::{self, Exit, Facts, FactsFile, KILLED};
+use crate::facts::{self, ContainerFacts, Exit, Facts, FactsFile, KILLED};
+use crate::hooks;
 use crate::process_identity::ProcessIdentity;
 
 /// How long a killed process may take to be gone. Together less than `delete` may take.
 const KILL_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long hooks may take together that a shim which is gone has not run. What takes longer goes on by
+/// itself: containerd waits for five seconds.
+const HOOKS_LIMIT: Duration = Duration::from_secs(3);
 
 /// Age at which a directory without facts is no longer one that is just being made.
 const UNFINISHED_AGE: Duration = Duration::from_secs(60);
@@ -77,18 +83,33 @@ pub fn delete(directory: &Path, id: &str, bundle: &Path) -> io::Result<Deleted> 
 /// Remove container `id` and all of its sandbox but what containerd will still ask for: how other
 /// containers have ended whose bundles it has.
 fn remove_container(directory: &Path, mut facts: Facts, id: &str) -> io::Result<()> {
-    facts
-        .containers
-        .retain(|other, container| other == id || fs::metadata(&container.bundle).is_ok());
-    if facts.containers.keys().all(|other| other == id) {
+    let is_asked_for = |other: &str, container: &ContainerFacts| {
+        other != id && fs::metadata(&container.bundle).is_ok()
+    };
+    let others = facts.containers.iter();
+    if !others
+        .into_iter()
+        .any(|(id, container)| is_asked_for(id, container))
+    {
         return remove(directory, &facts);
     }
     end(&facts)?;
+    let (kept, gone) = std::mem::take(&mut facts.containers)
+        .into_iter()
+        .partition(|(id, container)| is_asked_for(id, container));
+    facts.containers = kept;
+    run_hooks(&gone);
     let file = FactsFile::adopt(directory, facts);
-    file.update(|facts| {
-        facts.containers.remove(id);
-        (facts.shim, facts.vmm, facts.cgroup) = (None, None, None);
-    })
+    file.update(|facts| (facts.shim, facts.vmm, facts.cgroup) = (None, None, None))
+}
+
+/// Run the poststop hooks that `containers` still are to have. Whoever is killed during that leaves them
+/// to the next.
+fn run_hooks(containers: &BTreeMap<String, ContainerFacts>) {
+    let deadline = Instant::now() + HOOKS_LIMIT;
+    for poststop in containers.values().filter_map(|one| one.poststop.as_ref()) {
+        hooks::run_poststop_until(&poststop.hooks, &poststop.subject, deadline);
+    }
 }
 
 /// Remove everything that `facts`, those in `directory`, tell of. What can be removed is, also when
@@ -97,6 +118,7 @@ pub fn remove(directory: &Path, facts: &Facts) -> io::Result<()> {
     let ended = end(facts);
     let kept = consoles::keep(directory, facts);
     ended?;
+    run_hooks(&facts.containers);
     kept?;
     facts::remove_directory(directory)
 }
@@ -302,6 +324,7 @@ mod tests {
             bundle: "/b".into(),
             anchor,
             exit,
+            poststop: None,
         }
     }
 
@@ -364,6 +387,62 @@ mod tests {
         let file = FactsFile::create(root.path(), facts).unwrap();
         let deleted = delete(file.directory(), "web", Path::new("/b")).unwrap();
         assert_eq!(deleted, Deleted { pid: 0, exit });
+        assert!(!file.directory().exists());
+    }
+
+    #[test]
+    fn test_delete_runs_the_hooks_that_a_killed_shim_has_not() {
+        let root = tempfile::tempdir().unwrap();
+        let bundles = [root.path().join(".one"), root.path().join(".two")];
+        let mut facts = facts(root.path(), "pod");
+        facts.group = true;
+        let script = format!(
+            "cd {}; echo x >> .ran; cat >> .states",
+            root.path().display()
+        );
+        for (id, bundle) in ["one", "two"].into_iter().zip(&bundles) {
+            fs::create_dir(bundle).unwrap();
+            let hook = crate::spec::Hook {
+                path: "/bin/sh".into(),
+                args: ["sh", "-c", &script].map(str::to_owned).into(),
+                ..Default::default()
+            };
+            let poststop = crate::facts::Poststop {
+                hooks: vec![hook],
+                subject: crate::hooks::Subject {
+                    id: id.into(),
+                    bundle: bundle.clone(),
+                    ..Default::default()
+                },
+            };
+            let container = ContainerFacts {
+                bundle: bundle.clone(),
+                poststop: Some(poststop),
+                ..ContainerFacts::default()
+            };
+            facts.containers.insert(id.into(), container);
+        }
+        let file = FactsFile::create(root.path(), facts).unwrap();
+        let ran = || fs::read_to_string(root.path().join(".ran")).unwrap();
+        delete(file.directory(), "one", &bundles[0]).unwrap();
+        assert_eq!(ran(), "x\n");
+        // Not again.
+        delete(file.directory(), "one", &bundles[0]).unwrap();
+        assert_eq!(ran(), "x\n");
+        // By whoever removes what is left; the bundle is gone.
+        fs::remove_dir(&bundles[1]).unwrap();
+        let found = collect_garbage(root.path()).unwrap();
+        assert!(found[0].removed.is_ok());
+        assert_eq!(ran(), "x\nx\n");
+        let states = fs::read_to_string(root.path().join(".states")).unwrap();
+        assert!(
+            states.contains(r#""id":"one","status":"stopped""#),
+            "{states}"
+        );
+        assert!(
+            states.contains(r#""id":"two","status":"stopped""#),
+            "{states}"
+        );
         assert!(!file.directory().exists());
     }
 

@@ -18,6 +18,7 @@ use crate::error::TaskError;
 use crate::facts::{Exit, KILLED};
 use crate::mounts::ContainerMounts;
 use crate::process::{Life, Process};
+use crate::sandbox::ContainerHooks;
 use crate::trace::Recorder;
 
 /// A container, from the moment its creation begins.
@@ -33,6 +34,8 @@ pub struct Container {
     pub anchor: Anchor,
     /// Its mounts in the export.
     pub mounts: ContainerMounts,
+    /// Its hooks.
+    pub hooks: ContainerHooks,
     /// Its first process.
     pub init: Arc<Process>,
     /// The agent, once the container has been created in the guest.
@@ -93,6 +96,8 @@ pub struct Parts {
     pub anchor: Anchor,
     /// Its mounts, none of which is made.
     pub mounts: ContainerMounts,
+    /// Its hooks, none of which has run.
+    pub hooks: ContainerHooks,
     /// Its first process.
     pub init: Process,
     /// The trace of its start.
@@ -108,6 +113,7 @@ impl Container {
             bundle,
             anchor,
             mounts,
+            hooks,
             init,
             trace,
         } = parts;
@@ -125,6 +131,7 @@ impl Container {
             bundle,
             anchor,
             mounts,
+            hooks,
             init: Arc::new(init),
             agent: OnceLock::new(),
             last_counters: OnceLock::new(),

@@ -16,9 +16,10 @@ use std::sync::{Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use thaw_vmm_control::Shape;
 
+use crate::hooks::Subject;
 use crate::paths::RUNTIME_DIRECTORY;
 use crate::process_identity::{ProcessIdentity, boot_id};
-use crate::spec::Siblings;
+use crate::spec::{Hook, Siblings};
 
 /// Counts up when the meaning of a field changes.
 const FORMAT: u32 = 1;
@@ -157,6 +158,18 @@ pub struct ContainerFacts {
     /// How it ended.
     #[serde(default)]
     pub exit: Option<Exit>,
+    /// Hooks that are to run when it is gone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub poststop: Option<Poststop>,
+}
+
+/// Poststop hooks that are due: somebody may rely on what they take back.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Poststop {
+    /// The hooks, in their order.
+    pub hooks: Vec<Hook>,
+    /// What they are told of the container.
+    pub subject: Subject,
 }
 
 /// How and when a process ended.

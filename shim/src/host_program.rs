@@ -2,9 +2,12 @@
 
 #![allow(unsafe_code)]
 
+use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command};
 
 use crate::descriptors::original_limit;
@@ -33,16 +36,67 @@ fn above(descriptor: OwnedFd) -> io::Result<OwnedFd> {
 /// process then has none any more. It may open as many files as the shim was allowed to when it was
 /// started.
 pub fn start_on_host(
-    mut command: Command,
+    command: Command,
     mount_namespace: BorrowedFd<'_>,
     descriptors: Option<Descriptors>,
 ) -> io::Result<Child> {
-    let mount_namespace = above(mount_namespace.try_clone_to_owned()?)?;
+    let placement = Placement {
+        mount_namespace: Some(mount_namespace),
+        ..Placement::default()
+    };
+    start(command, placement, descriptors)
+}
+
+/// Where a program is started, and how long it may live.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Placement<'a> {
+    /// Its mount namespace; the caller's own without.
+    pub mount_namespace: Option<BorrowedFd<'a>>,
+    /// Its working directory, in that namespace. Where there is none any more it is the root.
+    pub directory: Option<&'a Path>,
+    /// It is killed when the thread that calls ends, which must be one that lives as long as its process.
+    pub ends_with_caller: bool,
+}
+
+/// Start `command` at such a place.
+pub fn start_placed(command: Command, placement: Placement<'_>) -> io::Result<Child> {
+    start(command, placement, None)
+}
+
+fn start(
+    mut command: Command,
+    placement: Placement<'_>,
+    descriptors: Option<Descriptors>,
+) -> io::Result<Child> {
+    let mount_namespace = placement
+        .mount_namespace
+        .map(|namespace| namespace.try_clone_to_owned().and_then(above))
+        .transpose()?;
+    let directory = placement
+        .directory
+        .map(|path| CString::new(path.as_os_str().as_bytes()))
+        .transpose()?;
+    let ends_with_caller = placement.ends_with_caller;
     let limit = original_limit();
     let become_host_s = move || {
-        // SAFETY: plain system calls on descriptors that the closure owns; nothing is allocated.
+        // SAFETY: plain system calls on descriptors and strings that the closure owns; nothing is
+        // allocated.
         unsafe {
-            if libc::setns(mount_namespace.as_raw_fd(), libc::CLONE_NEWNS) == -1 {
+            if ends_with_caller
+                && libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong) == -1
+            {
+                return Err(io::Error::last_os_error());
+            }
+            if let Some(mount_namespace) = &mount_namespace
+                && libc::setns(mount_namespace.as_raw_fd(), libc::CLONE_NEWNS) == -1
+            {
+                return Err(io::Error::last_os_error());
+            }
+            // Afterwards: the namespace brings its root as the working directory.
+            if let Some(directory) = &directory
+                && libc::chdir(directory.as_ptr()) == -1
+                && libc::chdir(c"/".as_ptr()) == -1
+            {
                 return Err(io::Error::last_os_error());
             }
             if let Some(limit) = &limit

@@ -19,6 +19,7 @@ mod error;
 mod events;
 pub mod facts;
 mod flags;
+mod hooks;
 mod host_program;
 mod log;
 mod mounts;

@@ -251,6 +251,8 @@ fn claim(
 
 /// Remove what is left of a container, and tell containerd how it ended.
 fn delete(flags: &Flags) -> io::Result<()> {
+    // containerd takes what is said on standard error into its log.
+    crate::log::install(Level::WARN);
     let bundle = if flags.bundle.as_os_str().is_empty() {
         PathBuf::from(".")
     } else {

@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tracing::debug;
 
 use super::guest::Awake;
-use super::{Ingredients, Sandbox};
+use super::{ContainerHooks, Ingredients, Sandbox};
 use crate::agent::Agent;
 use crate::anchor::Anchor;
 use crate::container::{Container, Parts};
@@ -56,6 +56,7 @@ impl Sandbox {
                 } else {
                     container.release().await;
                 }
+                self.run_poststop_hooks(&container.id).await;
                 self.remove(&container);
                 self.note(|facts| drop(facts.containers.remove(&container.id)));
                 // Whoever has asked for its end before is told of it.
@@ -90,7 +91,7 @@ impl Sandbox {
         trace.mark("Create received");
         let Ingredients {
             bundle,
-            spec,
+            mut spec,
             anchor,
         } = ingredients;
         let paths = Paths {
@@ -107,12 +108,14 @@ impl Sandbox {
             false => containers.next_guest_id(id),
         };
         let mounts = ContainerMounts::new(&self.facts.export(), &guest_id);
+        let hooks = ContainerHooks::new(&mut spec.view, id, &bundle);
         let container = Container::new(Parts {
             id: id.clone(),
             guest_id,
             bundle,
             anchor,
             mounts,
+            hooks,
             init: Process::new("", String::new(), paths),
             trace,
         })
@@ -121,7 +124,7 @@ impl Sandbox {
         let facts = ContainerFacts {
             bundle: container.bundle.clone(),
             anchor: Some(container.anchor.identity()),
-            exit: None,
+            ..ContainerFacts::default()
         };
         self.facts
             .update(|all| drop(all.containers.insert(id.clone(), facts)))
@@ -193,7 +196,7 @@ impl Sandbox {
             async {
                 container.anchor_ready().await.map_err(failed)?;
                 container.trace.mark("anchor ready");
-                Ok(())
+                self.run_creation_hooks(container).await
             },
             async {
                 // A template may have to be built first, which takes longer than clients wait.

@@ -7,7 +7,7 @@
 //!
 //! What the task service is asked is answered from memory. Locks are held for the moment in which a
 //! field is read or changed and never over an await, but for [`Process::starting`], which only
-//! orders a start and its exit.
+//! orders a start and its exit, and for the one under which hooks of deleted containers run.
 //!
 //! [`Process::starting`]: crate::process::Process::starting
 
@@ -16,6 +16,7 @@ mod create;
 mod exec;
 mod exit;
 mod guest;
+mod hooks;
 mod memory;
 mod operator;
 mod requests;
@@ -27,7 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use thaw_fault_points::point;
-use tokio::sync::{Notify, OnceCell};
+use tokio::sync::{Mutex as AsyncMutex, Notify, OnceCell};
 use tracing::{debug, error, warn};
 
 use crate::anchor::Anchor;
@@ -45,6 +46,7 @@ use crate::vmm::Vmm;
 use containers::Containers;
 use guest::Awakening;
 pub use guest::Plan;
+pub use hooks::ContainerHooks;
 use shutdown::Deletions;
 
 /// How long the events may take that are still queued at the end.
@@ -70,6 +72,8 @@ pub struct Sandbox {
     /// Kills for want of memory, where those of the VMM are counted, before there was one.
     memory_kills_before: OnceLock<u64>,
     torn_down: OnceCell<()>,
+    /// Held while hooks run of a container that is gone.
+    poststop: AsyncMutex<()>,
     /// Declared when nobody needs the template any more that is being built.
     abandonment: Abandonment,
     deletions: Deletions,
@@ -148,6 +152,7 @@ impl Sandbox {
             next_stream: 1.into(),
             memory_kills_before: OnceLock::new(),
             torn_down: OnceCell::new(),
+            poststop: AsyncMutex::default(),
             abandonment: Abandonment::default(),
             deletions: Deletions::default(),
             finished: Notify::new(),
@@ -228,6 +233,7 @@ impl Sandbox {
     /// The end: nothing of the sandbox is left on the host when this returns, if all goes well.
     pub async fn clean_up(&self) {
         self.tear_down().await;
+        self.run_all_poststop_hooks().await;
         self.publisher.flush(FLUSH_LIMIT).await;
         let facts = self.facts.get();
         point("shim-ending");

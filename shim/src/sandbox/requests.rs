@@ -62,6 +62,10 @@ impl Sandbox {
         point("shim-started");
         init.set_running();
         container.trace.mark(step::STARTED);
+        if let Err(error) = self.run_poststart_hooks(&container).await {
+            self.count_failure(&container.trace, &error);
+            return Err(error);
+        }
         let event = TaskStart {
             container_id: container.id.clone(),
             pid: container.pid(),
@@ -269,6 +273,7 @@ impl Sandbox {
             )));
         }
         container.end_execs();
+        self.run_poststop_hooks(&container.id).await;
         self.note(|facts| facts.forget(&container.id));
         let event = TaskDelete {
             container_id: container.id.clone(),

@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use thaw_agent_api::{NAMESPACE_OF, SHARE};
 
+use super::hooks::ON_HOST;
 use super::{Namespace, Siblings};
 
 /// The spec `json` of a container for the guest, which calls it `id`. `bind_mounts` are the indexes of
@@ -29,6 +30,10 @@ pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize], siblings: &S
     }
     if let Some(process) = object(&mut json, "process") {
         leave_host_profiles(process);
+    }
+    if let Some(hooks) = object(&mut json, "hooks") {
+        // Run by the shim; what they are given is often the environment of a host's program.
+        ON_HOST.iter().for_each(|name| drop(hooks.remove(*name)));
     }
     if let Some(linux) = object(&mut json, "linux") {
         linux.remove("mountLabel");
@@ -85,6 +90,8 @@ mod tests {
             "root": { "path": "rootfs", "readonly": true },
             "process": { "args": ["true"], "apparmorProfile": "a", "selinuxLabel": "s",
                          "somethingNew": 1 },
+            "hooks": { "createRuntime": [{ "path": "/h" }], "poststop": [], "prestart": null,
+                       "startContainer": [{ "path": "/c" }] },
             "mounts": [
                 { "destination": "/proc", "type": "proc", "source": "proc" },
                 { "destination": "/data", "type": "bind", "source": "/srv", "options": ["rbind"] },
@@ -102,6 +109,7 @@ mod tests {
                 "ociVersion": "1.1.0",
                 "root": { "path": "/run/thaw/share/containers/web/rootfs", "readonly": true },
                 "process": { "args": ["true"], "somethingNew": 1 },
+                "hooks": { "startContainer": [{ "path": "/c" }] },
                 "mounts": [
                     { "destination": "/proc", "type": "proc", "source": "proc" },
                     { "destination": "/data", "type": "bind", "options": ["rbind"],

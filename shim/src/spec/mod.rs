@@ -5,6 +5,7 @@
 //! here or not; [`Spec`] is a view of the fields that concern the host.
 
 mod guest;
+mod hooks;
 mod shape;
 
 use std::collections::{BTreeMap, HashMap};
@@ -18,6 +19,7 @@ use serde_json::Value;
 use thiserror::Error;
 
 pub use guest::{guest_process, guest_spec};
+pub use hooks::{Hook, Hooks};
 pub use shape::shape;
 
 /// Most bytes of a `config.json`. It travels to the guest in one ttrpc message, of 4 MiB at most, in
@@ -58,6 +60,9 @@ pub enum SpecError {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Spec {
+    /// The version of the specification that it follows.
+    #[serde(rename = "ociVersion", deserialize_with = "nullable")]
+    pub oci_version: String,
     /// Host name; empty for the host's own.
     #[serde(deserialize_with = "nullable")]
     pub hostname: String,
@@ -73,9 +78,9 @@ pub struct Spec {
     /// The process.
     #[serde(deserialize_with = "nullable")]
     pub process: Process,
-    /// Hooks by name.
+    /// Hooks that run on the host.
     #[serde(deserialize_with = "nullable")]
-    pub hooks: HashMap<String, Value>,
+    pub hooks: Hooks,
     /// The Linux part.
     #[serde(deserialize_with = "nullable")]
     pub linux: Linux,
@@ -292,15 +297,7 @@ impl Spec {
             ));
         }
         self.check_network(siblings)?;
-        for (name, hooks) in &self.hooks {
-            // What the agent runs inside of the container needs nothing of the host.
-            let empty = hooks.as_array().is_none_or(Vec::is_empty);
-            if !empty && name != "startContainer" {
-                return unsupported(format!(
-                    "hooks.{name}: hooks that run on the host are not supported"
-                ));
-            }
-        }
+        self.hooks.check()?;
         Ok(())
     }
 
@@ -508,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn test_hooks_on_the_host_are_refused_by_name() {
+    fn test_hooks_that_cannot_run_are_refused_by_name() {
         let check = |hooks: Value| {
             let mut spec = parse(json!({ "root": { "path": "r" }, "hooks": hooks }));
             for kind in ["network", "pid", "mount"] {
@@ -521,9 +518,28 @@ mod tests {
             spec.check(&Siblings::new())
                 .map_err(|error| error.to_string())
         };
-        check(json!({ "prestart": [], "startContainer": [{ "path": "/bin/true" }] })).unwrap();
-        let error = check(json!({ "createRuntime": [{ "path": "/bin/true" }] })).unwrap_err();
-        assert!(error.contains("hooks.createRuntime"), "{error}");
+        check(json!({
+            "prestart": null, "startContainer": [{ "path": "/bin/true" }],
+            "createRuntime": [{ "path": "/bin/true", "args": null, "env": null, "timeout": 3 }],
+        }))
+        .unwrap();
+        for (hooks, name) in [
+            (
+                json!({ "createRuntime": [{ "path": "/bin/true" }, { "path": "true" }] }),
+                "hooks.createRuntime[1].path",
+            ),
+            (
+                json!({ "poststop": [{ "path": "/bin/true", "timeout": 0 }] }),
+                "hooks.poststop[0].timeout",
+            ),
+            (
+                json!({ "prestart": [{ "path": "/bin/true", "args": ["a\u{0}"] }] }),
+                "hooks.prestart[0].args",
+            ),
+        ] {
+            let error = check(hooks).unwrap_err();
+            assert!(error.contains(name), "{error}");
+        }
     }
 
     #[test]

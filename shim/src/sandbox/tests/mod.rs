@@ -6,6 +6,7 @@ mod ends;
 mod execs;
 mod fake;
 mod group;
+mod hooks;
 mod operator;
 
 use std::fs;
