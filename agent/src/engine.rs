@@ -21,7 +21,7 @@ use crate::io::Stream;
 use crate::launch::Launcher;
 use crate::memory::MemoryWatch;
 use crate::process::{Outcome, Phase, Process};
-use crate::protocol::{Place, RECEIVED_SPEC, Reply, Request};
+use crate::protocol::{Place, RECEIVED_SPEC, Reply, Request, START_SOCKET};
 use crate::status::Refusal;
 use crate::stdio::Pipes;
 use crate::streams::{ProcessStreams, StreamTable};
@@ -56,7 +56,7 @@ pub struct Layout {
     pub program: PathBuf,
     /// Directory of the bundles.
     pub bundles: PathBuf,
-    /// Directory of libcontainer's state.
+    /// Directory of the sockets at which containers wait for their start.
     pub states: PathBuf,
     /// Parent of the containers' cgroups, with a leading slash.
     pub cgroups: String,
@@ -301,7 +301,7 @@ impl Engine {
             .place
             .states
             .join(&container.place.id)
-            .join("notify.sock");
+            .join(START_SOCKET);
         let released =
             UnixStream::connect(&socket).and_then(|mut socket| socket.write_all(b"start"));
         released.map_err(|error| {
@@ -333,6 +333,12 @@ impl Engine {
         if container.is_paused() {
             return Err(Refusal::state(format!("{} is paused", container.place.id)));
         }
+        let Some(first) = container.init.pid() else {
+            return Err(Refusal::state(format!(
+                "{} is not running",
+                container.place.id
+            )));
+        };
         if !process.advance(Phase::Added, Phase::Starting) {
             let exec_id = &process.exec_id;
             return Err(Refusal::state(format!(
@@ -342,6 +348,7 @@ impl Engine {
         let request = Request::Exec {
             place: container.place.clone(),
             exec_id: process.exec_id.clone(),
+            first,
             terminal: process.terminal,
             window: process.window(),
         };

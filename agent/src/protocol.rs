@@ -17,6 +17,9 @@ pub const NOTHING_NAME: &str = "thaw-nothing";
 /// Longest message.
 pub const MESSAGE_LIMIT: usize = 64 << 10;
 
+/// Where a created container waits for its start, in its directory of states.
+pub const START_SOCKET: &str = "start";
+
 /// The runtime spec as received, in the bundle.
 pub const RECEIVED_SPEC: &str = "received.json";
 
@@ -35,7 +38,7 @@ pub struct Place {
     pub id: String,
     /// Its directory for what the agent writes.
     pub bundle: PathBuf,
-    /// The directory below which libcontainer keeps a directory of its own for each container.
+    /// The directory below which each container has a directory with the socket that its start is told at.
     pub states: PathBuf,
     /// Its cgroup, relative to the root of the hierarchy, with a leading slash.
     pub cgroup: String,
@@ -63,6 +66,8 @@ pub enum Request {
         place: Place,
         /// Names the file that describes the process, see [`process_file`].
         exec_id: String,
+        /// The container's first process, whose namespaces it joins.
+        first: i32,
         /// Whether the process gets a terminal.
         terminal: bool,
         /// Rows and columns of the terminal, if a client has asked for a size already.

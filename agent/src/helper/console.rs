@@ -1,51 +1,55 @@
-//! The socket on which libcontainer hands over a terminal's master.
+//! The terminal of a container's process, which is one of the container's own.
 
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
 
+use nix::fcntl::{OFlag, open};
+use nix::mount::{MsFlags, mount};
+use nix::pty::{PtyMaster, posix_openpt, ptsname_r, unlockpt};
+use nix::sys::stat::Mode;
+use nix::unistd::{dup2_stderr, dup2_stdin, dup2_stdout};
+
+use super::mounts::said;
+use crate::status::Refusal;
 use crate::sys;
 
-/// Listens in the bundle; gone when dropped.
-#[derive(Debug)]
-pub struct ConsoleSocket {
-    listener: UnixListener,
-    path: PathBuf,
+/// Opens a terminal in this process's root and puts it in place of standard input, output and error, and,
+/// for a first process, of `/dev/console`. Returns its master, which only exec closes: its end would be a
+/// hangup for this process, that may have something left to say.
+pub fn set_up(first: bool) -> Result<ManuallyDrop<OwnedFd>, Refusal> {
+    open_terminal(first)
+        .map(ManuallyDrop::new)
+        .map_err(|error| Refusal::failed(format!("process.terminal: {}", said(&error))))
 }
 
-impl ConsoleSocket {
-    /// Bound by its bare name, as a bundle's path may be too long for a socket address.
-    pub fn listen(bundle: &Path) -> io::Result<Self> {
-        let name = format!("console-{}", std::process::id());
-        std::env::set_current_dir(bundle)?;
-        let listener = UnixListener::bind(&name);
-        std::env::set_current_dir("/")?;
-        Ok(Self {
-            listener: listener?,
-            path: bundle.join(name),
-        })
+fn open_terminal(first: bool) -> io::Result<OwnedFd> {
+    let master: PtyMaster = posix_openpt(OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC)?;
+    unlockpt(&master)?;
+    let name = ptsname_r(&master)?;
+    if first {
+        let none = None::<&str>;
+        std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open("/dev/console")
+            .map(drop)?;
+        mount(
+            Some(name.as_str()),
+            "/dev/console",
+            none,
+            MsFlags::MS_BIND,
+            none,
+        )?;
     }
-
-    /// For libcontainer.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// What has been sent; libcontainer has returned, so it is there.
-    pub fn receive(self) -> io::Result<OwnedFd> {
-        self.listener.set_nonblocking(true)?;
-        let (socket, _) = self.listener.accept()?;
-        let (_, descriptors) = sys::receive(&socket, &mut [0; 128])?;
-        descriptors
-            .into_iter()
-            .next()
-            .ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
-    }
-}
-
-impl Drop for ConsoleSocket {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
-    }
+    let terminal = open(
+        name.as_str(),
+        OFlag::O_RDWR | OFlag::O_NOCTTY | OFlag::O_CLOEXEC,
+        Mode::empty(),
+    )?;
+    dup2_stdin(&terminal)?;
+    dup2_stdout(&terminal)?;
+    dup2_stderr(&terminal)?;
+    sys::take_terminal()?;
+    Ok(master.into())
 }

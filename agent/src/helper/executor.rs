@@ -7,168 +7,125 @@ use std::collections::HashMap;
 use std::ffi::CString;
 use std::fs;
 use std::io::Read;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
 
-use libcontainer::capabilities::drop_privileges;
-use libcontainer::oci_spec::runtime::{LinuxCapabilities, LinuxSeccomp, Spec};
+use libcontainer::oci_spec::runtime::LinuxSeccomp;
 use libcontainer::seccomp::initialize_seccomp;
-use libcontainer::syscall::syscall::create_syscall;
-use libcontainer::workload::{
-    Executor, ExecutorError, ExecutorSetEnvsError, ExecutorValidationError,
-};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::{self, AccessFlags, faccessat};
 
+use super::description::{ProcessDescription, Rlimit};
+use super::identity::{self, Privileges};
+use crate::status::Refusal;
 use crate::sys;
 
 /// How much of a container's `passwd` is looked at.
 const PASSWD_LIMIT: u64 = 4 << 20;
 
-/// What libcontainer leaves out for a process that joins a container and that the executor
-/// therefore does: the seccomp filter, and the capabilities that were kept only to install it.
-#[derive(Debug, Clone)]
-pub struct Confinement {
-    /// The container's filter.
-    pub seccomp: LinuxSeccomp,
-    /// What to drop to afterwards; `None` when libcontainer has done so already.
-    pub capabilities: Option<LinuxCapabilities>,
+/// A program that has been found, with all that it gets.
+#[derive(Debug)]
+pub struct Program {
+    path: PathBuf,
+    arguments: Vec<String>,
+    environment: Vec<String>,
+    limits: Vec<Rlimit>,
+    seccomp: Option<LinuxSeccomp>,
+    no_new_privileges: bool,
+    privileges: Privileges,
 }
 
-/// What a process does for itself before it becomes its program.
-#[derive(Debug, Default)]
-pub struct LastSteps {
-    /// Confines itself.
-    pub confinement: Option<Confinement>,
-    /// Sets the size of its terminal, rows and columns.
-    pub window: Option<(u16, u16)>,
-    /// Looks up its home directory in the container.
-    pub find_home: bool,
-}
-
-/// Runs inside the container's process.
-#[derive(Clone)]
-pub struct ContainerExecutor {
-    /// Takes the text of an error; closed by a successful exec.
-    report: Rc<OwnedFd>,
-    steps: Rc<LastSteps>,
-}
-
-impl ContainerExecutor {
-    /// Reports errors to `report`.
-    pub fn new(report: OwnedFd, steps: LastSteps) -> Self {
-        Self {
-            report: Rc::new(report),
-            steps: Rc::new(steps),
+impl Program {
+    /// Finds the program of a process that has become its user. What it was told of its home does not
+    /// count with `find_home`.
+    pub fn find(
+        process: &ProcessDescription,
+        find_home: bool,
+        seccomp: Option<LinuxSeccomp>,
+        privileges: Privileges,
+    ) -> Result<Self, Refusal> {
+        let mut environment = environment(&process.env);
+        if find_home {
+            set_home(&mut environment, process.user.uid);
         }
+        let name = process.args.first().map_or("", String::as_str);
+        let path = find_program(name, &environment).map_err(Refusal::failed)?;
+        // The filter of one that may not gain privileges needs none; so they are final now.
+        if seccomp.is_none() || process.no_new_privileges {
+            privileges.settle()?;
+        }
+        Ok(Self {
+            path,
+            arguments: process.args.clone(),
+            environment,
+            limits: process.rlimits.clone(),
+            seccomp,
+            no_new_privileges: process.no_new_privileges,
+            privileges,
+        })
     }
 
-    fn report(&self, message: &str) {
-        let _ = unistd::write(&*self.report, message.as_bytes());
+    /// Its variables.
+    pub fn environment(&self) -> &[String] {
+        &self.environment
     }
 
-    fn confine(&self) -> Result<(), String> {
-        let Some(confinement) = &self.steps.confinement else {
+    /// As late as can be: what is done after it, the filter must allow.
+    fn confine(&self) -> Result<(), Refusal> {
+        let Some(filter) = &self.seccomp else {
             return Ok(());
         };
-        initialize_seccomp(&confinement.seccomp).map_err(|error| format!("seccomp: {error}"))?;
-        if let Some(capabilities) = &confinement.capabilities {
-            drop_privileges(capabilities, &*create_syscall())
-                .map_err(|error| format!("drop capabilities: {error}"))?;
+        if !self.no_new_privileges {
+            self.privileges.regain()?;
         }
-        Ok(())
+        initialize_seccomp(filter)
+            .map_err(|error| Refusal::failed(format!("linux.seccomp: {error}")))?;
+        if self.no_new_privileges {
+            return Ok(());
+        }
+        self.privileges.settle()
     }
 
     /// Returns only the reason why it returns.
-    fn become_program(&self, spec: &Spec) -> String {
-        let arguments = arguments(spec);
-        let mut environment = environment(spec);
-        if self.steps.find_home {
-            let process = spec.process().as_ref();
-            set_home(
-                &mut environment,
-                process.map_or(0, |process| process.user().uid()),
-            );
-        }
-        let path = match find_program(arguments.first().map_or("", String::as_str), &environment) {
-            Ok(path) => path,
-            Err(message) => return message,
-        };
-        let shown = path.display().to_string();
-        if let Some((rows, columns)) = self.steps.window {
-            let _ = sys::set_window_size(std::io::stdin(), rows, columns);
-        }
-        if let Err(message) = self.confine() {
-            return message;
-        }
+    pub fn execute(self) -> Refusal {
+        let shown = self.path.display().to_string();
         let strings = |list: &[String]| -> Result<Vec<CString>, _> {
             list.iter()
                 .map(|text| CString::new(text.as_bytes()))
                 .collect()
         };
-        let program = CString::new(path.into_os_string().into_encoded_bytes());
-        let (Ok(program), Ok(arguments), Ok(environment)) =
-            (program, strings(&arguments), strings(&environment))
-        else {
-            return format!("exec {shown}: invalid argument");
+        let program = CString::new(self.path.as_os_str().as_encoded_bytes());
+        let (Ok(program), Ok(arguments), Ok(environment)) = (
+            program,
+            strings(&self.arguments),
+            strings(&self.environment),
+        ) else {
+            return Refusal::failed(format!("exec {shown}: invalid argument"));
         };
+        // Rust's programs ignore it, and this one's descendants would too.
+        sys::default_sigpipe();
+        if let Err(refusal) = identity::set_limits(0, &self.limits).and_then(|()| self.confine()) {
+            return refusal;
+        }
         match unistd::execve(&program, &arguments, &environment) {
             Ok(never) => match never {},
-            Err(errno) => format!("exec {shown}: {}", words(errno)),
+            Err(errno) => Refusal::failed(format!("exec {shown}: {}", words(errno))),
         }
     }
 }
 
-impl Executor for ContainerExecutor {
-    fn exec(&self, spec: &Spec) -> Result<(), ExecutorError> {
-        let message = self.become_program(spec);
-        self.report(&message);
-        Err(ExecutorError::Other(message))
-    }
-
-    fn validate(&self, spec: &Spec) -> Result<(), ExecutorValidationError> {
-        let arguments = arguments(spec);
-        let name = arguments.first().map_or("", String::as_str);
-        match find_program(name, &environment(spec)) {
-            Ok(_) => Ok(()),
-            Err(message) => {
-                self.report(&message);
-                Err(ExecutorValidationError::ArgValidationError(message))
-            }
-        }
-    }
-
-    /// Nothing: the environment is given to exec, in its order.
-    fn setup_envs(&self, _: HashMap<String, String>) -> Result<(), ExecutorSetEnvsError> {
-        Ok(())
-    }
-}
-
-fn arguments(spec: &Spec) -> Vec<String> {
-    let process = spec.process().as_ref();
-    process
-        .and_then(|process| process.args().clone())
-        .unwrap_or_default()
-}
-
-/// The spec's variables in their order, of equal names the last.
-fn environment(spec: &Spec) -> Vec<String> {
-    let process = spec.process().as_ref();
-    let given = process
-        .and_then(|process| process.env().clone())
-        .unwrap_or_default();
+/// The variables of a spec in their order, of equal names the last.
+fn environment(given: &[String]) -> Vec<String> {
     let mut result: Vec<String> = Vec::with_capacity(given.len());
-    let mut places: HashMap<String, usize> = HashMap::new();
+    let mut places: HashMap<&str, usize> = HashMap::new();
     for variable in given {
-        let name = variable.split('=').next().unwrap_or_default().to_owned();
-        match places.get(&name) {
-            Some(&place) => result[place] = variable,
+        let name = variable.split('=').next().unwrap_or_default();
+        match places.get(name) {
+            Some(&place) => result[place].clone_from(variable),
             None => {
                 places.insert(name, result.len());
-                result.push(variable);
+                result.push(variable.clone());
             }
         }
     }
@@ -261,20 +218,12 @@ fn words(errno: Errno) -> String {
 
 #[cfg(test)]
 mod tests {
-    use libcontainer::oci_spec::runtime::{ProcessBuilder, SpecBuilder};
-
     use super::*;
-
-    fn spec(env: &[&str]) -> Spec {
-        let env: Vec<String> = env.iter().map(ToString::to_string).collect();
-        let process = ProcessBuilder::default().env(env).build().unwrap();
-        SpecBuilder::default().process(process).build().unwrap()
-    }
 
     #[test]
     fn test_environment_keeps_order_and_the_last_of_equal_names() {
-        let spec = spec(&["B=1", "A=2", "B=3", "ODD"]);
-        assert_eq!(environment(&spec), ["B=3", "A=2", "ODD"]);
+        let given = ["B=1", "A=2", "B=3", "ODD"].map(str::to_owned);
+        assert_eq!(environment(&given), ["B=3", "A=2", "ODD"]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use libcgroups::common::{CgroupConfig, CgroupManager, ControllerOpt, create_cgro
 use libcontainer::oci_spec::runtime::LinuxResources;
 use serde_json::Value;
 
-use super::chain;
+use super::{chain, device_rules, typed};
 use crate::cgroup::ROOT;
 use crate::protocol::Place;
 use crate::status::Refusal;
@@ -101,7 +101,8 @@ pub fn update(place: &Place, resources: &str) -> Result<(), Refusal> {
     let invalid = |error: serde_json::Error| Refusal::invalid(format!("resources: {error}"));
     let resources: Value = serde_json::from_str(resources).map_err(invalid)?;
     check(&resources, "resources")?;
-    let directory = Path::new(ROOT).join(place.cgroup.trim_start_matches('/'));
+    let directory = directory(place);
+    let devices = resources.clone();
     let old = Limits::read(&directory, &resources);
     let resources: LinuxResources = serde_json::from_value(resources).map_err(invalid)?;
     apply(place, &resources).map_err(|error| {
@@ -109,7 +110,27 @@ pub fn update(place: &Place, resources: &str) -> Result<(), Refusal> {
         // The file says which limit it was; where it lies is nobody's business.
         let text = chain(&*error).replace(&format!("{}/", directory.display()), "");
         Refusal::invalid(format!("resources: {text}"))
+    })?;
+    device_rules::apply(&directory, &devices, "resources", false).inspect_err(|_| old.write_back())
+}
+
+/// Applies `linux.resources` (JSON) of a new container to its cgroup.
+pub fn set(place: &Place, resources: &Value) -> Result<(), Refusal> {
+    let resources: Option<LinuxResources> = typed(resources.clone(), "linux.resources")?;
+    let Some(resources) = resources else {
+        return Ok(());
+    };
+    let directory = format!("{}/", directory(place).display());
+    apply(place, &resources).map_err(|error| {
+        Refusal::failed(format!(
+            "linux.resources: {}",
+            chain(&*error).replace(&directory, "")
+        ))
     })
+}
+
+fn directory(place: &Place) -> PathBuf {
+    Path::new(ROOT).join(place.cgroup.trim_start_matches('/'))
 }
 
 fn apply(place: &Place, resources: &LinuxResources) -> Result<(), Box<dyn Error>> {
@@ -124,6 +145,17 @@ fn apply(place: &Place, resources: &LinuxResources) -> Result<(), Box<dyn Error>
         oom_score_adj: None,
         freezer_state: None,
     })?;
+    let memory = resources.memory().as_ref();
+    let limits = memory.and_then(|memory| memory.limit().zip(memory.swap()));
+    // libcgroups takes the 0 that is left for none being said.
+    if limits.is_some_and(|(limit, swap)| limit > 0 && swap == limit) {
+        match fs::write(directory(place).join("memory.swap.max"), "0") {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(format!("memory.swap.max: {error}").into());
+            }
+            _ => {}
+        }
+    }
     Ok(())
 }
 

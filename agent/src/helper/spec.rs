@@ -22,15 +22,12 @@ const DROPPED: [&str; 3] = [
 ];
 
 /// Fields that the agent cannot do. Refused unless empty.
-const REFUSED: [&str; 19] = [
+const REFUSED: [&str; 16] = [
     "/hooks/prestart",
     "/hooks/createRuntime",
-    "/hooks/createContainer",
-    "/hooks/startContainer",
     "/hooks/poststart",
     "/hooks/poststop",
-    "/linux/uidMappings",
-    "/linux/gidMappings",
+    "/linux/memoryPolicy",
     "/linux/intelRdt",
     "/linux/netDevices",
     "/linux/seccomp/listenerPath",
@@ -57,10 +54,22 @@ const CAPABILITY_SETS: [&str; 5] = [
     "ambient",
 ];
 
-/// A spec that has been checked and changed, and what of it is not libcontainer's to do.
+/// Settings of an IPC namespace beside those of its message queues.
+const IPC_SETTINGS: [&str; 8] = [
+    "kernel/msgmax",
+    "kernel/msgmnb",
+    "kernel/msgmni",
+    "kernel/sem",
+    "kernel/shmall",
+    "kernel/shmmax",
+    "kernel/shmmni",
+    "kernel/shm_rmid_forced",
+];
+
+/// A spec that has been checked and changed, and what of it is not the container's own.
 #[derive(Debug)]
 pub struct Adapted {
-    /// For libcontainer.
+    /// To be carried out.
     pub spec: Value,
     /// Settings of the guest's network, file name below `/proc/sys` to value.
     pub network_settings: BTreeMap<String, String>,
@@ -97,24 +106,19 @@ pub fn adapt(
     for pointer in DROPPED {
         drop_field(&mut spec, pointer);
     }
-    for pointer in [
-        "/hooks",
-        "/solaris",
-        "/windows",
-        "/vm",
-        "/zos",
-        "/linux/intelRdt",
-    ] {
+    for pointer in ["/solaris", "/windows", "/vm", "/zos", "/linux/intelRdt"] {
         remove(&mut spec, pointer);
     }
-    check_mounts(&spec)?;
     check_root(&spec)?;
     if !spec.get("linux").is_some_and(Value::is_object) {
         return Err(Refusal::invalid("linux: missing in the spec"));
     }
     limits::check(&spec["linux"]["resources"], "linux.resources")?;
     adapt_namespaces(&mut spec["linux"], others)?;
+    check_what_needs_a_namespace(&spec)?;
+    check_filter(&spec["linux"]["seccomp"])?;
     let network_settings = take_network_settings(&mut spec["linux"])?;
+    check_settings(&spec["linux"])?;
     spec["linux"]["cgroupsPath"] = json!(cgroup);
     let process = spec
         .get_mut("process")
@@ -138,12 +142,6 @@ pub fn adapt_process(process: &mut Value, terminal: bool) -> Result<ProcessFacts
         return Err(Refusal::invalid("process.args: must not be empty"));
     }
     process["terminal"] = json!(terminal);
-    // libcontainer asks whether the field is there, not what it says, to decide when the seccomp
-    // filter is installed; later than the capabilities go, it would need this field to be true.
-    if process.get("noNewPrivileges") == Some(&json!(false)) {
-        remove(process, "/noNewPrivileges");
-    }
-    // Without this libcontainer would leave the process every capability there is.
     let capabilities = &mut process["capabilities"];
     if !capabilities.is_object() {
         *capabilities = json!({});
@@ -209,20 +207,6 @@ pub fn inherit(process: &mut Value, container: &Value) {
     }
 }
 
-/// Whether a process description asks for `no_new_privs`.
-pub fn no_new_privileges(process: &Value) -> bool {
-    process.get("noNewPrivileges") == Some(&json!(true))
-}
-
-/// Adds capabilities to what the process has and may have.
-pub fn add_capabilities(process: &mut Value, added: &[&str]) {
-    for set in ["bounding", "effective", "permitted"] {
-        if let Some(list) = process["capabilities"][set].as_array_mut() {
-            list.extend(added.iter().map(|name| json!(name)));
-        }
-    }
-}
-
 fn check_root(spec: &Value) -> Result<(), Refusal> {
     match spec.pointer("/root/path").and_then(Value::as_str) {
         Some(path) if path.starts_with('/') => Ok(()),
@@ -230,16 +214,99 @@ fn check_root(spec: &Value) -> Result<(), Refusal> {
     }
 }
 
-fn check_mounts(spec: &Value) -> Result<(), Refusal> {
-    let mounts = spec.get("mounts").and_then(Value::as_array);
-    for (index, mount) in mounts.into_iter().flatten().enumerate() {
-        for field in ["uidMappings", "gidMappings"] {
-            if mount.get(field).is_some_and(|value| !is_empty(value)) {
-                return Err(unsupported(&format!("mounts[{index}].{field}")));
-            }
+/// What a spec asks of a namespace that it does not have.
+fn check_what_needs_a_namespace(spec: &Value) -> Result<(), Refusal> {
+    let list = spec["linux"]["namespaces"].as_array();
+    let has = |kind: &str| {
+        list.is_some_and(|list| list.iter().any(|namespace| namespace["type"] == kind))
+    };
+    let cases = [
+        ("/hostname", "uts"),
+        ("/domainname", "uts"),
+        ("/linux/uidMappings", "user"),
+        ("/linux/gidMappings", "user"),
+        ("/linux/timeOffsets", "time"),
+    ];
+    for (pointer, kind) in cases {
+        let given = spec.pointer(pointer).is_some_and(|value| !is_empty(value));
+        if given && !has(kind) {
+            return Err(Refusal::invalid(format!(
+                "{}: without a {kind} namespace",
+                dotted(pointer)
+            )));
+        }
+        if !given && has(kind) && kind == "user" {
+            return Err(Refusal::invalid(format!(
+                "{}: a user namespace needs it",
+                dotted(pointer)
+            )));
         }
     }
     Ok(())
+}
+
+/// A filter cannot ask a program on the host.
+fn check_filter(filter: &Value) -> Result<(), Refusal> {
+    let rules = filter.get("syscalls").and_then(Value::as_array);
+    let actions = rules.into_iter().flatten().map(|rule| &rule["action"]);
+    for action in actions.chain(filter.get("defaultAction")) {
+        if action == "SCMP_ACT_NOTIFY" {
+            return Err(unsupported("linux.seccomp: SCMP_ACT_NOTIFY"));
+        }
+    }
+    Ok(())
+}
+
+/// Settings that are not those of a namespace would be the whole guest's.
+fn check_settings(linux: &Value) -> Result<(), Refusal> {
+    let list = linux["namespaces"].as_array();
+    let has = |kind: &str| {
+        list.is_some_and(|list| list.iter().any(|namespace| namespace["type"] == kind))
+    };
+    for name in linux
+        .get("sysctl")
+        .and_then(Value::as_object)
+        .into_iter()
+        .flatten()
+        .map(|(name, _)| name)
+    {
+        let file = setting_file(name);
+        let kind = match file.as_str() {
+            "kernel/hostname" => {
+                return Err(Refusal::invalid(format!(
+                    "linux.sysctl.{name}: hostname is for that"
+                )));
+            }
+            "kernel/domainname" => "uts",
+            file if IPC_SETTINGS.contains(&file) || file.starts_with("fs/mqueue/") => "ipc",
+            file if file.starts_with("user/") => "user",
+            _ => {
+                return Err(Refusal::invalid(format!(
+                    "linux.sysctl.{name}: not of a namespace of the container's"
+                )));
+            }
+        };
+        if !has(kind) {
+            return Err(Refusal::invalid(format!(
+                "linux.sysctl.{name}: without a {kind} namespace"
+            )));
+        }
+        if file.split('/').any(|part| matches!(part, "" | "." | "..")) {
+            return Err(Refusal::invalid(format!(
+                "linux.sysctl.{name}: not a setting"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The file of a setting, below `/proc/sys`. Either separator is allowed; the other one is then part of a
+/// name, such as that of a VLAN.
+pub fn setting_file(name: &str) -> String {
+    match name.find(['.', '/']).map(|at| name.as_bytes()[at]) {
+        Some(b'.') => name.replace('/', "\0").replace('.', "/").replace('\0', "."),
+        _ => name.to_owned(),
+    }
 }
 
 /// Containers share the guest's network: its interface is theirs. What cannot be joined is refused.
@@ -257,8 +324,12 @@ fn adapt_namespaces(linux: &mut Value, others: &BTreeMap<String, i32>) -> Result
             .unwrap_or_default();
         match kind {
             "network" => continue,
-            "user" => return Err(unsupported("linux.namespaces: user")),
-            _ => {}
+            "mount" | "pid" | "ipc" | "uts" | "user" | "cgroup" | "time" => {}
+            _ => {
+                return Err(unsupported(&format!(
+                    "linux.namespaces[{index}].type: {kind:?}"
+                )));
+            }
         }
         let mut namespace = namespace.clone();
         if namespace.get("path").is_some_and(|path| !is_empty(path)) {
@@ -295,8 +366,7 @@ fn namespace_of(
     }
 }
 
-/// Takes the settings of the network out of `linux.sysctl`: libcontainer would refuse them, as the
-/// network namespace is the guest's own.
+/// Takes the settings of the network out of `linux.sysctl`: they are the guest's, as the network is.
 fn take_network_settings(linux: &mut Value) -> Result<BTreeMap<String, String>, Refusal> {
     let mut taken = BTreeMap::new();
     let Some(settings) = linux.get_mut("sysctl").and_then(Value::as_object_mut) else {
@@ -304,11 +374,7 @@ fn take_network_settings(linux: &mut Value) -> Result<BTreeMap<String, String>, 
     };
     let mut kept = serde_json::Map::new();
     for (key, value) in std::mem::take(settings) {
-        // Either separator is allowed; the other one is then part of a name, such as that of a VLAN.
-        let file = match key.find(['.', '/']).map(|at| key.as_bytes()[at]) {
-            Some(b'.') => key.replace('/', "\0").replace('.', "/").replace('\0', "."),
-            _ => key.clone(),
-        };
+        let file = setting_file(&key);
         if !file.starts_with("net/") {
             kept.insert(key, value);
             continue;

@@ -87,8 +87,8 @@ fn test_namespaces_that_cannot_be_had_are_refused() {
             "linux.namespaces[0].path (mount)",
         ),
         (
-            json!([{"type": "mount"}, {"type": "user"}]),
-            "linux.namespaces: user",
+            json!([{"type": "mount"}, {"type": "odd"}]),
+            "linux.namespaces[1].type: \"odd\"",
         ),
         (
             json!([{"type": "pid"}]),
@@ -127,14 +127,68 @@ fn test_namespaces_of_other_containers_are_joined_while_those_run() {
 }
 
 #[test]
-fn test_mount_mappings_are_refused_with_their_index() {
+fn test_what_needs_a_namespace_is_refused_without() {
+    let mapping = json!([{"containerID": 0, "hostID": 1000, "size": 1}]);
+    let cases = [
+        (
+            "/domainname",
+            json!("x"),
+            "domainname: without a uts namespace",
+        ),
+        (
+            "/linux/uidMappings",
+            mapping,
+            "linux.uidMappings: without a user namespace",
+        ),
+        (
+            "/linux/timeOffsets",
+            json!({"boottime": {"secs": 1}}),
+            "linux.timeOffsets: without a time namespace",
+        ),
+        (
+            "/linux/sysctl",
+            json!({"user.max_user_namespaces": "1"}),
+            "linux.sysctl.user.max_user_namespaces: without a user namespace",
+        ),
+        (
+            "/linux/sysctl",
+            json!({"vm.swappiness": "1"}),
+            "linux.sysctl.vm.swappiness: not of a namespace of the container's",
+        ),
+        (
+            "/linux/sysctl",
+            json!({"kernel.hostname": "x"}),
+            "linux.sysctl.kernel.hostname: hostname is for that",
+        ),
+    ];
+    for (pointer, value, message) in cases {
+        let mut spec = spec();
+        spec["linux"]["namespaces"] = json!([{"type": "mount"}]);
+        set(&mut spec, pointer, value);
+        assert_eq!(adapted(spec).unwrap_err().message, message);
+    }
     let mut spec = spec();
-    spec["mounts"] =
-        json!([{"destination": "/a"}, {"destination": "/b", "uidMappings": [{"size": 1}]}]);
+    spec["linux"]["namespaces"] = json!([{"type": "mount"}, {"type": "user"}]);
+    let refusal = adapted(spec).unwrap_err();
     assert_eq!(
-        adapted(spec).unwrap_err().message,
-        "mounts[1].uidMappings: not supported"
+        refusal.message,
+        "linux.uidMappings: a user namespace needs it"
     );
+}
+
+#[test]
+fn test_filters_that_ask_a_program_are_refused() {
+    for filter in [
+        json!({"defaultAction": "SCMP_ACT_NOTIFY"}),
+        json!({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["a"], "action": "SCMP_ACT_NOTIFY"}]}),
+    ] {
+        let mut spec = spec();
+        spec["linux"]["seccomp"] = filter;
+        assert_eq!(
+            adapted(spec).unwrap_err().message,
+            "linux.seccomp: SCMP_ACT_NOTIFY: not supported"
+        );
+    }
 }
 
 #[test]

@@ -150,3 +150,23 @@ async fn test_short_terminal_program_shows_all_its_output() {
         guest.delete("a", "").await.unwrap();
     }
 }
+
+#[tokio::test]
+async fn test_exec_with_a_terminal_says_why_it_cannot_run() {
+    let guest = guest_or_skip!();
+    let _host = guest.sleeper("a").await;
+    let (stdin, _stdin) = guest.stream();
+    let (stdout, _stdout) = guest.stream();
+    let request = api::ExecProcessRequest {
+        id: "a".into(),
+        exec_id: "e".into(),
+        terminal: true,
+        stdin,
+        stdout,
+        spec: crate::guest::any("", &guest.spec(&["/no/such"])["process"]),
+        ..Default::default()
+    };
+    guest.task.exec(context(), &request).await.unwrap();
+    let (_, message) = refusal(guest.start_process("a", "e").await);
+    assert!(message.contains("/no/such: no such file"), "{message}");
+}
