@@ -6,6 +6,7 @@
 mod cleanup;
 mod containerd_client;
 mod crash;
+mod differences;
 mod exec;
 mod files;
 mod group;
