@@ -4,6 +4,7 @@
 
 mod errors;
 mod events;
+mod hooks;
 mod large;
 mod life;
 mod start;
