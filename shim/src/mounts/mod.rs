@@ -216,17 +216,16 @@ fn mount_one(request: &ApiMount, target: &Path) -> io::Result<()> {
             &*data,
         )?)
     };
-    let length = options
-        .data
-        .iter()
-        .map(|option| option.len() + 1)
-        .sum::<usize>();
+    let length_of = |data: &[String]| data.iter().map(|option| option.len() + 1).sum::<usize>();
+    let length = length_of(&options.data);
     if length <= MOST_DATA {
         return mounted(&options.data);
     }
     match overlay::shorten(&options.data) {
-        Some((directory, data)) => overlay::in_directory(Path::new(&directory), || mounted(&data)),
-        None => Err(io::Error::other(format!(
+        Some((directory, data)) if length_of(&data) <= MOST_DATA => {
+            overlay::in_directory(Path::new(&directory), || mounted(&data))
+        }
+        _ => Err(io::Error::other(format!(
             "{length} bytes of options, of which the kernel takes {MOST_DATA}"
         ))),
     }
