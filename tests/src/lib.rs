@@ -18,6 +18,7 @@ mod command;
 mod container;
 mod containerd;
 mod environment;
+pub mod file_guest;
 mod host;
 pub mod player;
 pub mod task;

@@ -168,6 +168,7 @@ fn report(owner: &mut Owner, times: &Times) -> Outcome {
         kvm,
         file_requests,
         guest_dirty_bytes,
+        ..
     } = statistics;
     let since = |time: u64| time.saturating_sub(times.before) / 1000;
     eprintln!("{:>12} {:>8} us", "launched", since(times.launched));

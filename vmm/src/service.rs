@@ -236,7 +236,8 @@ impl Service {
         Ok(Statistics {
             phases: phases.into_vec(),
             kvm: machine.counters().map_err(Refusal::Counters)?,
-            file_requests: machine.attachments().file_requests(),
+            file_requests: machine.attachments().file_counts().requests(),
+            file_releases: machine.attachments().file_counts().releases(),
             guest_dirty_bytes: smaps.map_or(0, |smaps| anonymous_bytes(smaps, &ranges)),
         })
     }

@@ -119,6 +119,8 @@ pub struct Statistics {
     pub kvm: Vec<(String, u64)>,
     /// Requests that the file server has answered.
     pub file_requests: u64,
+    /// Those of them that tell of a closed file or directory, for which no program waits.
+    pub file_releases: u64,
     /// Bytes of guest memory that differ from the template (private pages), from `/proc/self/smaps`
     /// like data; zero where it could not be read.
     pub guest_dirty_bytes: u64,

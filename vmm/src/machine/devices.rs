@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvm_ioctls::VmFd;
 use thaw_vmm_control::{BLOCK_SLOTS, FILE_SYSTEM_TAG, GUEST_CONTEXT_ID};
@@ -14,7 +13,7 @@ use crate::pci::{InterruptRouter, PciRoot};
 use crate::serial::ConsoleOutput;
 use crate::virtio::block::{Block, BlockSlot};
 use crate::virtio::console::Console;
-use crate::virtio::fs::{FileServerRoot, FileSystem};
+use crate::virtio::fs::{FileCounts, FileServerRoot, FileSystem};
 use crate::virtio::vsock::{Vsock, VsockHost};
 
 /// What a machine needs of its surroundings.
@@ -29,7 +28,7 @@ pub struct Environment {
 pub struct Attachments {
     blocks: Vec<BlockSlot>,
     vsock: VsockHost,
-    file_requests: Arc<AtomicU64>,
+    file_counts: Arc<FileCounts>,
 }
 
 impl Attachments {
@@ -47,9 +46,9 @@ impl Attachments {
         self.vsock.connect(port, socket);
     }
 
-    /// Requests that the file server has answered.
-    pub fn file_requests(&self) -> u64 {
-        self.file_requests.load(Ordering::Relaxed)
+    /// What the file server has counted.
+    pub fn file_counts(&self) -> &FileCounts {
+        &self.file_counts
     }
 }
 
@@ -65,7 +64,7 @@ pub fn make(
     let (vsock_device, vsock) = Vsock::new(GUEST_CONTEXT_ID);
     pci.add(Box::new(vsock_device))?;
     let file_system = FileSystem::new(FILE_SYSTEM_TAG, files)?;
-    let file_requests = file_system.requests();
+    let file_counts = file_system.counts();
     pci.add(Box::new(file_system))?;
     pci.add(Box::new(Console::new(Box::new(move |bytes| {
         console(bytes)
@@ -81,7 +80,7 @@ pub fn make(
         Attachments {
             blocks,
             vsock,
-            file_requests,
+            file_counts,
         },
     ))
 }

@@ -17,6 +17,7 @@ use virtiofsd::filesystem::{
 use virtiofsd::fuse;
 use virtiofsd::passthrough::{CachePolicy, Config, NegotiationMode, PassthroughFs};
 
+use super::counts::FileCounts;
 use super::freshness::Freshness;
 use super::root::FileServerRoot;
 
@@ -35,6 +36,7 @@ pub struct Export(Arc<Inner>);
 struct Inner {
     files: PassthroughFs,
     freshness: Freshness,
+    counts: Arc<FileCounts>,
     /// A guest has mounted it: FUSE_INIT was answered, and FUSE_DESTROY has not come.
     mounted: AtomicBool,
 }
@@ -42,7 +44,7 @@ struct Inner {
 impl Export {
     /// Export `root`. Clears the umask of the calling thread and of those that share its directory
     /// (`CLONE_FS`), so that modes are what the guest says.
-    pub fn new(root: FileServerRoot) -> io::Result<Self> {
+    pub fn new(root: FileServerRoot, counts: Arc<FileCounts>) -> io::Result<Self> {
         let files = PassthroughFs::new(Config {
             entry_timeout: VALID,
             attr_timeout: VALID,
@@ -69,6 +71,7 @@ impl Export {
         Ok(Self(Arc::new(Inner {
             files,
             freshness: Freshness::default(),
+            counts,
             mounted: AtomicBool::new(false),
         })))
     }
@@ -180,6 +183,28 @@ impl FileSystem for Export {
         Ok((handle, options))
     }
 
+    /// The guest's kernel may have forgotten the inode before: a file is known by its handle.
+    fn release(
+        &self,
+        context: Context,
+        inode: u64,
+        flags: u32,
+        handle: u64,
+        flush: bool,
+        unlock: bool,
+        lock_owner: Option<u64>,
+    ) -> io::Result<()> {
+        self.0.counts.count_release();
+        self.0
+            .files
+            .release(context, inode, flags, handle, flush, unlock, lock_owner)
+    }
+
+    fn releasedir(&self, context: Context, inode: u64, flags: u32, handle: u64) -> io::Result<()> {
+        self.0.counts.count_release();
+        self.0.files.releasedir(context, inode, flags, handle)
+    }
+
     fn read<W: ZeroCopyWriter>(
         &self,
         context: Context,
@@ -278,8 +303,6 @@ impl FileSystem for Export {
             -> io::Result<()>;
         fn fallocate(&self, context: Context, inode: u64, handle: u64, mode: u32, offset: u64,
             length: u64) -> io::Result<()>;
-        fn release(&self, context: Context, inode: u64, flags: u32, handle: u64, flush: bool,
-            unlock: bool, lock_owner: Option<u64>) -> io::Result<()>;
         fn statfs(&self, context: Context, inode: u64) -> io::Result<libc::statvfs64>;
         fn setxattr(&self, context: Context, inode: u64, name: &CStr, value: &[u8], flags: u32,
             extra: SetxattrFlags) -> io::Result<()>;
@@ -293,8 +316,6 @@ impl FileSystem for Export {
         fn readdir(&self, context: Context, inode: u64, handle: u64, size: u32, offset: u64)
             -> io::Result<Self::DirIter>;
         fn fsyncdir(&self, context: Context, inode: u64, data_only: bool, handle: u64)
-            -> io::Result<()>;
-        fn releasedir(&self, context: Context, inode: u64, flags: u32, handle: u64)
             -> io::Result<()>;
         fn access(&self, context: Context, inode: u64, mask: u32) -> io::Result<()>;
         fn lseek(&self, context: Context, inode: u64, handle: u64, offset: u64, whence: u32)

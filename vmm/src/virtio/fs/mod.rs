@@ -20,12 +20,16 @@
 //!   `user.*`, ACLs and `security.capability` are those of the host.
 //! - A write takes the setuid and setgid bits and the capabilities of a file away, also when the guest's
 //!   root writes, who would keep the bits elsewhere. So does a change of owner or length.
-//! - O_TMPFILE, file attributes (`chattr`), reflinks and other ioctls are not supported; locks are the
-//!   guest's own.
+//! - O_TMPFILE, times of birth, file attributes (`chattr`), reflinks and other ioctls are not supported:
+//!   the library knows none of them.
+//! - Locks (flock, POSIX, those of open files), sockets and inotify are the guest's own, and belong to one mount:
+//!   the host, another VM, and another mount of the same directory, in another container or beside it, know
+//!   nothing of them. A lock there is granted, a connection refused (ECONNREFUSED), a change not told of.
 //! - Names and attributes may be as old as a second; data is as old as the open.
 //! - Each inode that the guest remembers holds a descriptor here. Beyond the process's limit of those
 //!   (1,048,576 less a reserve), a lookup fails with ENFILE.
 
+mod counts;
 mod export;
 mod freshness;
 mod root;
@@ -36,7 +40,6 @@ mod view;
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use nix::sched::{CloneFlags, unshare};
 use thiserror::Error;
@@ -44,6 +47,7 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
+pub use self::counts::FileCounts;
 pub use self::root::FileServerRoot;
 use self::server::FileServer;
 use self::view::View;
@@ -109,9 +113,9 @@ impl FileSystem {
         })
     }
 
-    /// Counts the requests that were answered, for the whole life of the device.
-    pub fn requests(&self) -> Arc<AtomicU64> {
-        self.server.requests()
+    /// Counts what is served, for the whole life of the device.
+    pub fn counts(&self) -> Arc<FileCounts> {
+        self.server.counts()
     }
 }
 

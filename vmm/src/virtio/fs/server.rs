@@ -2,7 +2,6 @@
 
 use std::io::{self, Read, Write};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use thiserror::Error;
 use virtiofsd::descriptor_utils::{self, Reader, Writer};
@@ -11,6 +10,7 @@ use virtiofsd::fuse::{BatchForgetIn, ForgetIn, ForgetOne, InHeader, Opcode, OutH
 use virtiofsd::server::Server;
 use vm_memory::ByteValued;
 
+use super::counts::FileCounts;
 use super::export::Export;
 use super::root::FileServerRoot;
 use super::view::View;
@@ -48,23 +48,24 @@ pub enum MessageError {
 pub struct FileServer {
     server: Server<Export>,
     export: Export,
-    requests: Arc<AtomicU64>,
+    counts: Arc<FileCounts>,
 }
 
 impl FileServer {
     /// A server of `root`, with nothing mounted.
     pub fn new(root: FileServerRoot) -> io::Result<Self> {
-        let export = Export::new(root)?;
+        let counts = Arc::<FileCounts>::default();
+        let export = Export::new(root, counts.clone())?;
         Ok(Self {
             server: Server::new(export.clone()),
             export,
-            requests: Arc::default(),
+            counts,
         })
     }
 
-    /// Counts the requests that were answered.
-    pub fn requests(&self) -> Arc<AtomicU64> {
-        self.requests.clone()
+    /// Counts what is served.
+    pub fn counts(&self) -> Arc<FileCounts> {
+        self.counts.clone()
     }
 
     /// Whether a guest has mounted the tree.
@@ -80,7 +81,7 @@ impl FileServer {
             self.serve_without_reply(reader)?;
             return Ok(0);
         }
-        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.counts.count_request();
         match self.server.handle_message(reader, writer, None::<&mut ()>) {
             // At most `MESSAGE_LIMIT`.
             Ok(written) => Ok(written as u32),

@@ -1,5 +1,4 @@
 use std::path::Path;
-use std::sync::atomic::Ordering;
 
 use proptest::prelude::*;
 use virtiofsd::fuse::{
@@ -182,7 +181,7 @@ fn test_a_guest_mounts_and_reads() {
     assert_eq!(entry.attr.size, 4);
     assert_eq!((entry.entry_valid, entry.attr_valid), (1, 1));
     assert_eq!(guest.lookup("nothing").unwrap_err(), -libc::ENOENT);
-    assert_eq!(guest.device.requests().load(Ordering::Relaxed), 3);
+    assert_eq!(guest.device.counts().requests(), 3);
 }
 
 #[test]
@@ -433,7 +432,7 @@ fn test_messages_over_the_bound_are_not_served() {
     let mut guest = Guest::new(export.path());
     guest.init().unwrap();
     let len = guest.message(Opcode::Statfs, ROOT, &[]);
-    let served = guest.device.requests().load(Ordering::Relaxed);
+    let served = guest.device.counts().requests();
     for chain in [
         [(MESSAGE, len, false), (REPLY, 2 << 20, true)],
         [(MESSAGE, 2 << 20, false), (REPLY, 4096, true)],
@@ -441,7 +440,7 @@ fn test_messages_over_the_bound_are_not_served() {
         guest.requests.submit(&chain);
         assert_eq!(guest.requests.wait_used().1, 0);
     }
-    assert_eq!(guest.device.requests().load(Ordering::Relaxed), served);
+    assert_eq!(guest.device.counts().requests(), served);
     guest.assert_alive();
 }
 
