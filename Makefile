@@ -44,7 +44,8 @@ soak: setup stage-faults stage
 bench: setup stage
 	mkdir -p target/bench
 	cargo build --release -p thaw-benches
-	tests/run -r target/bench $(RELEASE)/thaw-bench
+	benches/peer prepare
+	THAW_BENCH_PEER=$(CURDIR)/benches/peer tests/run -r target/bench $(RELEASE)/thaw-bench
 
 #: make setup      install the packages that building and testing need (Debian 12 or 13, as root)
 setup:

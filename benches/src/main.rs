@@ -1,16 +1,17 @@
-//! `thaw-bench`: the restore, start, exec, burst and memory clocks, started by `make bench` through
+//! `thaw-bench`: the restore, start, exec, burst, memory and files clocks, started by `make bench` through
 //! `tests/run`.
 //!
 //! ```text
 //! thaw-bench [--samples N] [--sandboxes N] [CLOCK...]
 //! ```
 //!
-//! Measures the clocks that are named (`restore`, `start`, `exec`, `burst`, `memory`; all, when none
+//! Measures the clocks that are named (`restore`, `start`, `exec`, `burst`, `memory`, `files`; all, when none
 //! is), the ones that runc has too beside runc in turns. Of bursts of 50 execs there is one for every 25
 //! samples, of those of 200 one for every 50. Prints tables, and writes the same to `bench.json` in
 //! $THAW_RESULTS where that is set.
 
 mod clocks;
+mod files;
 mod memory;
 mod report;
 mod restore;
@@ -21,7 +22,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use report::Report;
-use thaw_tests::{Environment, NAMESPACE, Testbed, Version, on_containerd};
+use thaw_tests::{Environment, NAMESPACE, Testbed, Version, file_guest, on_containerd};
 
 /// What was asked for.
 #[derive(Debug)]
@@ -31,7 +32,7 @@ struct Arguments {
     clocks: Vec<String>,
 }
 
-const CLOCKS: [&str; 5] = ["restore", "start", "exec", "burst", "memory"];
+const CLOCKS: [&str; 6] = ["restore", "start", "exec", "burst", "memory", "files"];
 
 /// Sizes of bursts, and how many samples of other clocks one of them stands for.
 const BURSTS: [(usize, usize); 2] = [(50, 25), (200, 50)];
@@ -75,6 +76,9 @@ impl Arguments {
 }
 
 fn main() -> Result<()> {
+    if file_guest::is_guest() {
+        file_guest::serve()
+    }
     let arguments = Arguments::parse(std::env::args().skip(1))?;
     let mut result = Ok(());
     on_containerd(Version::V2_1, "bench", |bed| {
@@ -123,6 +127,7 @@ fn measure(bed: &Testbed, arguments: &Arguments) -> Result<Report> {
                     report.bursts.push(clocks::burst(bed, execs, samples)?);
                 }
             }
+            "files" => report.files = files::files(&Environment::get().prefix)?,
             _ => report.memory = Some(memory::memory(bed, arguments.sandboxes)?),
         }
     }

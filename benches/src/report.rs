@@ -5,6 +5,7 @@ use std::fmt::{Display, Formatter, Result};
 use serde::Serialize;
 
 use crate::clocks::{BesideRunc, Burst, Phases};
+use crate::files::Operation;
 use crate::memory::Memory;
 use crate::restore::Restore;
 use crate::samples::Summary;
@@ -26,6 +27,8 @@ pub struct Report {
     pub bursts: Vec<Burst>,
     /// Idle sandboxes.
     pub memory: Option<Memory>,
+    /// Operations with files.
+    pub files: Vec<Operation>,
 }
 
 fn row(f: &mut Formatter<'_>, name: &str, summary: Summary) -> Result {
@@ -115,10 +118,45 @@ impl Display for Report {
                 "  execs that failed: thaw {thaw_failed}, runc {runc_failed}"
             )?;
         }
-        self.memory
-            .as_ref()
-            .map_or(Ok(()), |memory| itemise(f, memory))
+        if let Some(memory) = &self.memory {
+            itemise(f, memory)?;
+        }
+        if !self.files.is_empty() {
+            operations(f, &self.files)?;
+        }
+        Ok(())
     }
+}
+
+fn operations(f: &mut Formatter<'_>, operations: &[Operation]) -> Result {
+    let columns = ["waits", "releases", "exits", "thaw us", "QEMU us", "ratio"];
+    let [waits, releases, exits, thaw, peer, ratio] = columns;
+    writeln!(
+        f,
+        "\nfiles: one operation over virtio-fs, or one MiB, beside QEMU with virtiofsd"
+    )?;
+    writeln!(
+        f,
+        "  {:<20} {waits:>8} {releases:>8} {exits:>8} {thaw:>10} {peer:>10} {ratio:>8}",
+        "operation"
+    )?;
+    let optional = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.1}"));
+    for operation in operations {
+        let (exits, peer) = (optional(operation.exits), optional(operation.peer_us));
+        let ratio = optional(operation.ratio());
+        let Operation {
+            name,
+            waits,
+            releases,
+            thaw_us,
+            ..
+        } = operation;
+        writeln!(
+            f,
+            "  {name:<20} {waits:>8.2} {releases:>8.2} {exits:>8} {thaw_us:>10.1} {peer:>10} {ratio:>8}"
+        )?;
+    }
+    Ok(())
 }
 
 fn itemise(f: &mut Formatter<'_>, memory: &Memory) -> Result {
