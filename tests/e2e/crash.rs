@@ -268,14 +268,21 @@ impl Round<'_> {
         let begun = Instant::now();
         loop {
             let task = self.ctr(&["tasks", "delete", "--force", &self.id]);
-            let container = self.ctr(&["containers", "delete", &self.id]);
+            // The client removes a container also when the state of its task was not told in time, and then
+            // nobody can remove the task.
+            let gone = task.code == 0
+                || task.stderr().contains("not found")
+                || task.stderr().contains("no running task");
+            if gone {
+                self.ctr(&["containers", "delete", &self.id]);
+            }
             let left = self.ctr(&["containers", "ls", "-q"]).succeeded().stdout();
-            if !left.lines().any(|line| line == self.id) {
+            if gone && !left.lines().any(|line| line == self.id) {
                 // Left where containerd was killed between the two.
                 self.ctr(&["snapshots", "rm", &self.id]);
                 return;
             }
-            assert!(begun.elapsed() < REMOVAL, "{task}\n{container}");
+            assert!(begun.elapsed() < REMOVAL, "{task}");
             thread::sleep(Duration::from_millis(200));
         }
     }
