@@ -12,6 +12,7 @@ use tracing::warn;
 use ttrpc::Code;
 
 use crate::cgroup::Cgroup;
+use crate::disks;
 use crate::exits::Exit;
 use crate::process::{Phase, Process};
 use crate::protocol::{Place, process_file};
@@ -37,6 +38,8 @@ pub struct Container {
     pub joining: RwLock<()>,
     paused: AtomicBool,
     deleting: AtomicBool,
+    /// Whether its root is a disk.
+    pub on_disk: AtomicBool,
 }
 
 impl Container {
@@ -51,6 +54,7 @@ impl Container {
             joining: RwLock::default(),
             paused: AtomicBool::new(false),
             deleting: AtomicBool::new(false),
+            on_disk: AtomicBool::new(false),
         }
     }
 
@@ -162,6 +166,10 @@ impl Container {
             Ok(_) => {}
             Err(_) => warn!("processes of {} do not die", self.place.id),
         }
+        if self.on_disk.load(Ordering::Relaxed) {
+            disks::settle_root();
+        }
+        disks::write_back();
         if let Err(error) = self.cgroup.remove() {
             warn!("remove the cgroup of {}: {error}", self.place.id);
         }

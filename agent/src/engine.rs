@@ -5,6 +5,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use ttrpc::Code;
 
 use crate::cgroup::Cgroup;
 use crate::container::Container;
+use crate::disks;
 use crate::exits::Exits;
 use crate::io::Stream;
 use crate::launch::Launcher;
@@ -168,6 +170,9 @@ impl Engine {
             containers.insert(id.to_owned(), Arc::clone(&container));
             container
         };
+        container
+            .on_disk
+            .store(disks::is_root_of(&spec), Ordering::Relaxed);
         let created = self.create_init(&container, &spec).await;
         point("agent-created");
         if created.is_err() {

@@ -9,8 +9,9 @@ use nix::mount::{MsFlags, mount};
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, clock_settime};
 use nix::unistd::sethostname;
-use thaw_agent_api::agent::{ConfigureRequest, Mount};
+use thaw_agent_api::agent::{ConfigureRequest, DiskNumbers, Mount};
 
+use crate::disks;
 use crate::status::Refusal;
 use crate::sys;
 
@@ -23,6 +24,8 @@ const ENTROPY_LENGTH: usize = 32;
 #[derive(Debug, Default)]
 pub struct Identity {
     nonce: Vec<u8>,
+    /// The disks of this clone.
+    disks: Vec<DiskNumbers>,
     /// Targets mounted by an attempt that failed later; not mounted again by the next one.
     mounted: Vec<String>,
 }
@@ -31,6 +34,11 @@ impl Identity {
     /// The nonce of the clone; empty until it has been configured.
     pub fn nonce(&self) -> &[u8] {
         &self.nonce
+    }
+
+    /// The numbers of its disks, in their order.
+    pub fn disks(&self) -> &[DiskNumbers] {
+        &self.disks
     }
 
     /// Applies a request wholly, or fails. The generator comes first: everything after it may draw
@@ -70,6 +78,7 @@ impl Identity {
                 )
             })?;
         }
+        self.disks = disks::take(&request.disks)?;
         for mount in &request.mounts {
             if !self.mounted.contains(&mount.target) {
                 perform(mount)?;
@@ -199,7 +208,7 @@ mod tests {
     fn test_configure_same_nonce_changes_nothing_and_another_is_refused() {
         let mut identity = Identity {
             nonce: vec![1; 8],
-            mounted: Vec::new(),
+            ..Identity::default()
         };
         assert_eq!(identity.configure(&request()), Ok(()));
         let other = ConfigureRequest {

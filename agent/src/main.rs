@@ -9,6 +9,7 @@
 mod boot;
 mod cgroup;
 mod container;
+mod disks;
 mod engine;
 mod exits;
 mod helper;

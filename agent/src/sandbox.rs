@@ -54,8 +54,12 @@ impl Sandbox for SandboxService {
         _: &TtrpcContext,
         request: ConfigureRequest,
     ) -> ttrpc::Result<ConfigureResponse> {
-        self.identity().configure(&request)?;
-        Ok(ConfigureResponse::new())
+        let mut identity = self.identity();
+        identity.configure(&request)?;
+        Ok(ConfigureResponse {
+            disks: identity.disks().to_vec(),
+            ..Default::default()
+        })
     }
 
     async fn info(&self, _: &TtrpcContext, _: InfoRequest) -> ttrpc::Result<InfoResponse> {

@@ -14,6 +14,8 @@ use tokio::io::unix::AsyncFd;
 const RNDADDENTROPY: libc::c_ulong = 0x4008_5203;
 /// `linux/random.h`: `_IO('R', 0x07)`.
 const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
+/// `linux/fs.h`: `_IO(0x12, 93)`.
+const BLKROSET: libc::c_ulong = 0x125d;
 
 /// How a process ended, as `waitpid` tells it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +92,13 @@ pub fn add_entropy(random: impl AsFd, bytes: &[u8]) -> io::Result<()> {
 pub fn reseed_generator(random: impl AsFd) -> io::Result<()> {
     // SAFETY: this request takes no argument.
     check(unsafe { libc::ioctl(random.as_fd().as_raw_fd(), RNDRESEEDCRNG) })
+}
+
+/// Has the kernel refuse to write to a block device (`linux/fs.h`, BLKROSET).
+pub fn make_block_device_read_only(device: impl AsFd) -> io::Result<()> {
+    let yes: libc::c_int = 1;
+    // SAFETY: BLKROSET reads one int.
+    check(unsafe { libc::ioctl(device.as_fd().as_raw_fd(), BLKROSET, &raw const yes) })
 }
 
 /// Sets the size of a terminal, through its master.

@@ -13,8 +13,8 @@ use containerd_shim_protos::api::{
 use protobuf::Message;
 use protobuf::well_known_types::empty::Empty;
 use thaw_agent_api::agent::{
-    ConfigureRequest, Event, EventsRequest, InfoRequest, InfoResponse, ProcessesRequest,
-    ProcessesResponse,
+    ConfigureRequest, ConfigureResponse, Event, EventsRequest, InfoRequest, InfoResponse,
+    ProcessesRequest, ProcessesResponse,
 };
 use thaw_agent_api::agent_ttrpc::{OperatorClient, SandboxClient};
 use tokio::net::UnixStream;
@@ -84,12 +84,11 @@ impl Agent {
     }
 
     /// Make the guest itself.
-    pub async fn configure(&self, request: &ConfigureRequest) -> ttrpc::Result<()> {
+    pub async fn configure(&self, request: &ConfigureRequest) -> ttrpc::Result<ConfigureResponse> {
         let context = ttrpc::context::with_duration(CONFIGURE_LIMIT);
         SandboxClient::new(self.client.clone())
             .configure(context, request)
             .await
-            .map(drop)
     }
 
     /// Ask what the guest is: whether it answers.

@@ -15,6 +15,7 @@ mod container;
 mod counters;
 mod daemon;
 mod descriptors;
+mod disks;
 mod error;
 mod events;
 pub mod facts;

@@ -8,7 +8,8 @@
 //! How containerd's messages are used:
 //!
 //! * `CreateTaskRequest.options` is an `Any` of [`SPEC_TYPE_URL`] with the OCI runtime spec as JSON,
-//!   all paths in it already those of the guest (`root.path` included); `rootfs` is empty.
+//!   all paths in it already those of the guest (`root.path` included); `rootfs` is empty. A root
+//!   that is a disk is mounted at [`ROOT_DISK`] by `Configure`.
 //! * `path` of a namespace in the spec is [`NAMESPACE_OF`] and the id of another container of the
 //!   guest, whose namespace of that type is joined.
 //! * `stdin`, `stdout`, `stderr` of Create and Exec are `stream://<id>` (see [`stream_uri`]), or
@@ -43,6 +44,16 @@ pub const MOST_COMMAND_BYTES: usize = 256;
 
 /// Where the guest mounts the sandbox's file tree.
 pub const SHARE: &str = "/run/thaw/share";
+
+/// Where the guest mounts a disk that is a container's root.
+pub const ROOT_DISK: &str = "/run/thaw/root";
+
+/// The guest's device of block slot `slot`: its kernel finds the slots, which are all there when the
+/// template boots, in their order.
+pub fn disk_path(slot: u32) -> String {
+    let letter = char::from_u32(u32::from('a') + slot).filter(char::is_ascii_lowercase);
+    format!("/dev/vd{}", letter.unwrap_or('?'))
+}
 
 /// What stands before a container's id in the `path` of a namespace: the guest has other paths than
 /// the host, and pids that the host does not know.

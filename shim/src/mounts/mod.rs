@@ -31,7 +31,7 @@ use rustix::mount::{
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use crate::spec::Mount as SpecMount;
-use attributes::Propagation;
+pub use attributes::{Propagation, set_on_tree};
 use options::{Options, Recursion};
 
 /// Most bytes of data that `mount(2)` takes: a page, with its end.
@@ -106,16 +106,21 @@ impl ContainerMounts {
         Ok(())
     }
 
-    /// Bind the sources of the bind mounts among `mounts`, and return the indexes of those. Relative
-    /// sources are relative to `bundle`.
-    pub fn bind_sources(&self, mounts: &[SpecMount], bundle: &Path) -> io::Result<Vec<usize>> {
+    /// Bind the sources of the bind mounts among `mounts`, but for those at the indexes `special`, and
+    /// return the indexes of those. Relative sources are relative to `bundle`.
+    pub fn bind_sources(
+        &self,
+        mounts: &[SpecMount],
+        special: &[usize],
+        bundle: &Path,
+    ) -> io::Result<Vec<usize>> {
         let directory = self.directory.join("mounts");
         fs::create_dir_all(&directory)?;
         let mut done = Vec::new();
         for (index, mount) in mounts
             .iter()
             .enumerate()
-            .filter(|(_, mount)| mount.is_bind())
+            .filter(|(index, mount)| mount.is_bind() && !special.contains(index))
         {
             let source = bundle.join(&mount.source);
             let target = directory.join(index.to_string());
@@ -202,7 +207,7 @@ fn mount_one(request: &ApiMount, target: &Path) -> io::Result<()> {
         .any(|option| option == "loop" || option.starts_with("loop="))
     {
         return Err(io::Error::other(
-            "option \"loop\": file system images are not supported; use the overlayfs snapshotter",
+            "option \"loop\": an image can only be the whole root; use the overlayfs snapshotter",
         ));
     }
     let mounted = |data: &[String]| {
@@ -235,7 +240,7 @@ fn mount_one(request: &ApiMount, target: &Path) -> io::Result<()> {
 fn bind(source: &Path, target: &Path, options: &Options) -> io::Result<()> {
     let tree = clone_tree(source, options.bind.unwrap_or(Recursion::Yes))?;
     let propagation = options.propagation.unwrap_or(Propagation::Private);
-    attributes::set_on_tree(tree.as_fd(), options.flags, propagation)?;
+    set_on_tree(tree.as_fd(), options.flags, propagation)?;
     Ok(move_mount(
         &tree,
         "",

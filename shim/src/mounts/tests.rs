@@ -126,7 +126,7 @@ fn test_read_only_holds_for_what_is_mounted_below() {
             },
         ];
         let mounts = ContainerMounts::new(export, "web");
-        assert_eq!(mounts.bind_sources(&spec, directory).unwrap(), [1]);
+        assert_eq!(mounts.bind_sources(&spec, &[], directory).unwrap(), [1]);
         let seen = export.join("containers/web/mounts/1");
         let kind = |path| fs::write(path, "x").unwrap_err().kind();
         assert_eq!(kind(seen.join("file")), io::ErrorKind::ReadOnlyFilesystem);
@@ -154,7 +154,7 @@ fn test_a_single_file_is_bound_without_its_directory() {
             ..SpecMount::default()
         }];
         let mounts = ContainerMounts::new(export, "web");
-        assert_eq!(mounts.bind_sources(&spec, directory).unwrap(), [0]);
+        assert_eq!(mounts.bind_sources(&spec, &[], directory).unwrap(), [0]);
         let seen = export.join("containers/web/mounts/0");
         fs::write(&seen, "changed").unwrap();
         assert_eq!(fs::read_to_string(&source).unwrap(), "changed");
@@ -172,7 +172,7 @@ fn test_a_missing_source_is_named_by_field_and_path() {
         }];
         let mounts = ContainerMounts::new(export, "web");
         let error = mounts
-            .bind_sources(&spec, directory)
+            .bind_sources(&spec, &[], directory)
             .unwrap_err()
             .to_string();
         assert_eq!(

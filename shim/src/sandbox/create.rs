@@ -13,16 +13,17 @@ use thaw_vmm_control::Request;
 use tokio::sync::oneshot;
 use tracing::debug;
 
-use super::guest::Awake;
+use super::guest::{Awake, Backing};
 use super::{ContainerHooks, Ingredients, Sandbox};
 use crate::agent::Agent;
 use crate::anchor::Anchor;
 use crate::container::{Container, Parts};
+use crate::disks::Special;
 use crate::error::TaskError;
 use crate::facts::{ContainerFacts, Exit, KILLED};
 use crate::mounts::ContainerMounts;
 use crate::process::Process;
-use crate::spec::{BundleSpec, guest_spec};
+use crate::spec::{BundleSpec, GuestSide, guest_spec};
 use crate::stdio::{Connections, Context, Paths, Stdio, Streams};
 use crate::trace::{Recorder, monotonic_ns, step};
 use crate::vmm::Vmm;
@@ -31,6 +32,8 @@ use crate::vmm::Vmm;
 struct Making {
     spec: BundleSpec,
     rootfs: Vec<ApiMount>,
+    /// Whether it is the one that the sandbox was started for, whose guest does not run yet.
+    first: bool,
 }
 
 impl Sandbox {
@@ -131,7 +134,12 @@ impl Sandbox {
             .map_err(|error| TaskError::Failed(format!("writing the sandbox's facts: {error}")))?;
         containers.add(container.clone());
         let rootfs = request.rootfs.clone();
-        Ok((container, Making { spec, rootfs }))
+        let making = Making {
+            spec,
+            rootfs,
+            first,
+        };
+        Ok((container, making))
     }
 
     /// What was prepared for container `id`, if the sandbox was started for it.
@@ -172,7 +180,8 @@ impl Sandbox {
 
     /// Everything that a creation is, all at the same time where it can be.
     async fn make(&self, container: &Arc<Container>, making: Making) -> Result<Agent, TaskError> {
-        let Making { spec, rootfs } = making;
+        let (special, making) = self.find_special(container, making).await?;
+        let Making { spec, rootfs, .. } = making;
         let BundleSpec { json, view } = spec;
         let failed = |error: std::io::Error| TaskError::Failed(error.to_string());
         let context = self.logger_context(&container.id);
@@ -182,9 +191,14 @@ impl Sandbox {
 
         let root = container.bundle.join(&view.root.path);
         let mounting = container.clone();
+        let on_disk = special.root.is_some();
+        let elsewhere: Vec<_> = special.mounts.iter().map(|(index, _)| *index).collect();
         let mut mounts = tokio::task::spawn_blocking(move || {
-            mounting.mounts.mount_root(&rootfs, &root)?;
-            mounting.mounts.bind_sources(&view.mounts, &mounting.bundle)
+            let (mounts, bundle) = (&mounting.mounts, &mounting.bundle);
+            if !on_disk {
+                mounts.mount_root(&rootfs, &root)?;
+            }
+            mounts.bind_sources(&view.mounts, &elsewhere, bundle)
         });
         let parts = tokio::try_join!(
             async {
@@ -217,10 +231,17 @@ impl Sandbox {
             }
         };
 
-        let json = guest_spec(json, &container.guest_id, &bound, &self.siblings());
+        let side = GuestSide {
+            id: &container.guest_id,
+            bind_mounts: &bound,
+            siblings: &self.siblings(),
+            special: &special,
+            disks: &guest.disks,
+        };
+        let json = guest_spec(json, side);
         let connections = stdio.connect(&self.next_stream).map_err(failed)?;
         let request = create_request(container, &json, connections.uris());
-        let Awake { vmm, agent } = guest;
+        let Awake { vmm, agent, .. } = guest;
         let created = async {
             let created = create_in_guest(agent.clone(), request);
             tokio::try_join!(created, connect_streams(&vmm, connections))
@@ -243,6 +264,41 @@ impl Sandbox {
                 Err(error)
             }
         }
+    }
+
+    /// Find what of a container is not files of the host's, and give the guest its disks.
+    async fn find_special(
+        &self,
+        container: &Arc<Container>,
+        making: Making,
+    ) -> Result<(Special, Making), TaskError> {
+        if !Special::is_possible(&making.rootfs, &making.spec.view) {
+            return Ok((Special::default(), making));
+        }
+        let bundle = container.bundle.clone();
+        let finding = tokio::task::spawn_blocking(move || {
+            let Making {
+                spec,
+                rootfs,
+                first,
+            } = &making;
+            let special = Special::find(rootfs, &spec.view, &bundle, *first)?;
+            Ok((special, making))
+        });
+        // A source may be on a file system that does not answer.
+        let (mut special, making) = tokio::select! {
+            found = finding => found
+                .map_err(|error| TaskError::Failed(error.to_string()))?
+                .map_err(|error: std::io::Error| TaskError::InvalidArgument(error.to_string()))?,
+            error = container.abandoned() => return Err(error),
+        };
+        if !special.disks.is_empty() {
+            self.awakening.give(Backing {
+                disks: std::mem::take(&mut special.disks),
+                root: special.root.clone(),
+            })?;
+        }
+        Ok((special, making))
     }
 
     fn publish_create(&self, container: &Container, request: &CreateTaskRequest) {

@@ -4,11 +4,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use rustix::rand::{GetRandomFlags, getrandom};
 use thaw_agent_api::agent::{ConfigureRequest, Mount};
-use thaw_agent_api::{CONTROL_PORT, SHARE};
+use thaw_agent_api::{CONTROL_PORT, ROOT_DISK, SHARE, disk_path};
 use thaw_fault_points::point;
 use thaw_vmm_control::{FILE_SYSTEM_TAG, Launch, Launched, Request, Shape};
 use tokio::sync::{Notify, watch};
@@ -16,9 +16,11 @@ use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
 use super::Sandbox;
+use super::create::forget;
 use crate::agent::Agent;
 use crate::cgroup;
 use crate::console::Console;
+use crate::disks::{Disk, RootDisk};
 use crate::error::TaskError;
 use crate::paths::{Installation, TEMPLATE_DIRECTORY};
 use crate::settings::ConsoleLog;
@@ -31,6 +33,9 @@ const ENTROPY: usize = 64;
 
 /// Bytes of a clone's nonce.
 const NONCE: usize = 16;
+
+/// How long a guest may take to write to its disks what it has in memory.
+const WRITE_BACK_LIMIT: Duration = Duration::from_secs(30);
 
 /// How to make the guest of a sandbox.
 #[derive(Debug)]
@@ -56,6 +61,25 @@ pub struct Plan {
 pub(super) struct Awake {
     pub vmm: Arc<Vmm>,
     pub agent: Agent,
+    /// The guest's numbers of its disks, by slot.
+    pub disks: Arc<[(u32, u32)]>,
+}
+
+/// What a guest is given before it runs.
+#[derive(Debug, Default)]
+pub(super) struct Backing {
+    /// Its disks, by slot.
+    pub disks: Vec<Disk>,
+    /// The one that is mounted as a container's root.
+    pub root: Option<RootDisk>,
+}
+
+/// What a guest is given, up to when it runs.
+#[derive(Debug, Default)]
+struct Given {
+    backing: Backing,
+    /// It is too late.
+    taken: bool,
 }
 
 /// The way of a guest from its template to the first answer of its agent.
@@ -64,6 +88,7 @@ pub(super) struct Awakening {
     task: Mutex<Option<JoinHandle<()>>>,
     /// Somebody wants it to run.
     wanted: Notify,
+    given: Mutex<Given>,
     pub(super) outcome: watch::Sender<Option<Result<Awake, TaskError>>>,
 }
 
@@ -77,6 +102,28 @@ impl Awakening {
             }
             open
         });
+    }
+
+    /// Have the guest be given `backing`. Refused when it runs already.
+    pub fn give(&self, backing: Backing) -> Result<(), TaskError> {
+        let mut given = self.lock_given();
+        if given.taken {
+            let text = "a disk can only be given to a VM before it runs, and another container of this \
+                        sandbox was quicker: use files, or a sandbox of its own";
+            return Err(TaskError::FailedPrecondition(text.to_owned()));
+        }
+        given.backing = backing;
+        Ok(())
+    }
+
+    fn take_backing(&self) -> Backing {
+        let mut given = self.lock_given();
+        given.taken = true;
+        std::mem::take(&mut given.backing)
+    }
+
+    fn lock_given(&self) -> std::sync::MutexGuard<'_, Given> {
+        self.given.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Nobody wants the guest any more. When this returns nothing more is made for it.
@@ -120,9 +167,9 @@ impl Sandbox {
             let outcome = async {
                 let vmm = restored.await?;
                 sandbox.awakening.wanted.notified().await;
-                let agent = sandbox.wake(&vmm, hostname).await?;
+                let (agent, disks) = sandbox.wake(&vmm, hostname).await?;
                 sandbox.clone().listen(&agent).await;
-                Ok(Awake { vmm, agent })
+                Ok(Awake { vmm, agent, disks })
             };
             let outcome = outcome.await;
             sandbox.awakening.outcome.send_replace(Some(outcome));
@@ -130,6 +177,29 @@ impl Sandbox {
         let before = self.awakening.lock_task().replace(tokio::spawn(awakening));
         if let Some(before) = before {
             before.abort();
+        }
+    }
+
+    /// Have the guest write what it has not yet written to its disks, where it has any: its VM is going to be
+    /// killed. Its containers have ended.
+    pub(super) async fn write_back(&self) {
+        let awake = match self.awakening.outcome.borrow().as_ref() {
+            Some(Ok(awake)) if !awake.disks.is_empty() && awake.vmm.end().is_none() => {
+                awake.clone()
+            }
+            _ => return,
+        };
+        for container in self.all_containers() {
+            let written = forget(&awake.agent, &container.guest_id);
+            if tokio::time::timeout(WRITE_BACK_LIMIT, written)
+                .await
+                .is_err()
+            {
+                warn!(
+                    container = container.id,
+                    "the guest does not write its disks in time"
+                );
+            }
         }
     }
 
@@ -257,21 +327,38 @@ impl Sandbox {
             .map_err(failed)
     }
 
-    /// Let the guest run, connect to its agent, and make it itself.
-    async fn wake(&self, vmm: &Vmm, hostname: String) -> Result<Agent, TaskError> {
+    /// Let the guest run, connect to its agent, and make it itself. Returns the guest's numbers of its disks
+    /// too.
+    async fn wake(
+        &self,
+        vmm: &Vmm,
+        hostname: String,
+    ) -> Result<(Agent, Arc<[(u32, u32)]>), TaskError> {
+        let backing = self.awakening.take_backing();
+        let mut request = identity(hostname).map_err(failed)?;
+        describe(&backing, &mut request);
+        for (slot, disk) in (0..).zip(backing.disks) {
+            let Disk {
+                file, read_only, ..
+            } = disk;
+            let attach = Request::AttachBlock { slot, read_only };
+            vmm.order(attach, vec![file.into()]).await?;
+        }
         vmm.order(Request::Run, Vec::new()).await?;
         self.trace.mark(step::VCPUS_RUN);
         let (ours, guests) = UnixStream::pair().map_err(failed)?;
         let connect = Request::ConnectVsock { port: CONTROL_PORT };
         vmm.order(connect, vec![OwnedFd::from(guests)]).await?;
         let agent = Agent::new(ours).map_err(failed)?;
-        let request = identity(hostname).map_err(failed)?;
-        if let Err(error) = agent.configure(&request).await {
-            return Err(self.explain(vmm, error.into()).await);
-        }
+        request.wall_time_ns = wall_time_ns();
+        let configured = match agent.configure(&request).await {
+            Ok(configured) => configured,
+            Err(error) => return Err(self.explain(vmm, error.into()).await),
+        };
         point("shim-configured");
         self.trace.mark(step::CONFIGURED);
-        Ok(agent)
+        let numbers = configured.disks.iter().map(|disk| (disk.major, disk.minor));
+        Ok((agent, numbers.collect()))
     }
 
     /// `error` of a call to the agent: when the VM ended, that is the reason to tell.
@@ -311,10 +398,33 @@ fn identity(hostname: String) -> std::io::Result<ConfigureRequest> {
     share.target = SHARE.to_owned();
     share.type_ = "virtiofs".to_owned();
     request.mounts.push(share);
-    // Last, since it is the time of sending.
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    request.wall_time_ns = now.map_or(0, |now| now.as_nanos() as i64);
+    request.wall_time_ns = wall_time_ns();
     Ok(request)
+}
+
+/// The host's time. To be asked for last, since it is that of sending.
+fn wall_time_ns() -> i64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.map_or(0, |now| now.as_nanos() as i64)
+}
+
+/// Tell the guest of its disks.
+fn describe(backing: &Backing, request: &mut ConfigureRequest) {
+    for (slot, disk) in (0..).zip(&backing.disks) {
+        let mut described = thaw_agent_api::agent::Disk::new();
+        described.slot = slot;
+        described.sectors = disk.sectors;
+        described.read_only = disk.read_only;
+        request.disks.push(described);
+    }
+    if let Some(root) = &backing.root {
+        let mut mount = Mount::new();
+        mount.source = disk_path(root.slot.into());
+        mount.target = ROOT_DISK.to_owned();
+        mount.type_.clone_from(&root.kind);
+        mount.options.clone_from(&root.options);
+        request.mounts.push(mount);
+    }
 }
 
 fn host_name() -> String {

@@ -198,6 +198,7 @@ impl Sandbox {
         // A container that was never asked for: its anchor ends when this is dropped.
         drop(self.lock_prepared().take());
         self.awakening.end().await;
+        self.write_back().await;
         if let Some(vmm) = self.vmm.get() {
             vmm.kill();
             vmm.wait_for_end().await;

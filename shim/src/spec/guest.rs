@@ -5,26 +5,56 @@ use std::path::Path;
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use thaw_agent_api::{NAMESPACE_OF, SHARE};
+use thaw_agent_api::{NAMESPACE_OF, ROOT_DISK, SHARE};
 
 use super::hooks::ON_HOST;
-use super::{Namespace, Siblings};
+use super::{DeviceRule, Namespace, Siblings};
+use crate::disks::Special;
 
-/// The spec `json` of a container for the guest, which calls it `id`. `bind_mounts` are the indexes of
-/// its mounts whose sources have been put into the export, `siblings` the other containers of the
-/// guest by their names there.
-pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize], siblings: &Siblings) -> Value {
+/// What the guest has of a container.
+#[derive(Debug, Clone, Copy)]
+pub struct GuestSide<'a> {
+    /// Its name there.
+    pub id: &'a str,
+    /// The indexes of its mounts whose sources have been put into the export.
+    pub bind_mounts: &'a [usize],
+    /// The other containers of the guest by their names there.
+    pub siblings: &'a Siblings,
+    /// What of it is not files.
+    pub special: &'a Special,
+    /// The guest's numbers of its disks, by slot.
+    pub disks: &'a [(u32, u32)],
+}
+
+/// The spec `json` of a container for the guest.
+pub fn guest_spec(mut json: Value, side: GuestSide<'_>) -> Value {
+    let GuestSide {
+        id,
+        bind_mounts,
+        siblings,
+        special,
+        ..
+    } = side;
     let container = Path::new(SHARE).join("containers").join(id);
     let text = |path: &Path| Value::from(path.to_string_lossy().into_owned());
 
     if let Some(root) = object(&mut json, "root") {
-        root.insert("path".into(), text(&container.join("rootfs")));
+        let path = match special.root {
+            Some(_) => ROOT_DISK.into(),
+            None => container.join("rootfs"),
+        };
+        root.insert("path".into(), text(&path));
     }
     if let Some(mounts) = json.get_mut("mounts").and_then(Value::as_array_mut) {
         for index in bind_mounts {
             if let Some(mount) = mounts.get_mut(*index).and_then(Value::as_object_mut) {
                 let source = container.join("mounts").join(index.to_string());
                 mount.insert("source".into(), text(&source));
+            }
+        }
+        for (index, path) in &special.mounts {
+            if let Some(mount) = mounts.get_mut(*index).and_then(Value::as_object_mut) {
+                mount.insert("source".into(), json!(path));
             }
         }
     }
@@ -38,6 +68,7 @@ pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize], siblings: &S
     if let Some(linux) = object(&mut json, "linux") {
         linux.remove("mountLabel");
         linux.remove("intelRdt");
+        adapt_devices(linux, side);
         // The guest has a hierarchy of its own, and no systemd.
         linux.insert("cgroupsPath".into(), json!(format!("/{id}")));
         if let Some(namespaces) = linux.get_mut("namespaces").and_then(Value::as_array_mut) {
@@ -47,6 +78,44 @@ pub fn guest_spec(mut json: Value, id: &str, bind_mounts: &[usize], siblings: &S
         }
     }
     json
+}
+
+/// Disks have the guest's numbers, there and in the rules for their use; what is left out is gone.
+fn adapt_devices(linux: &mut Map<String, Value>, side: GuestSide<'_>) {
+    let GuestSide { special, disks, .. } = side;
+    let number = |device: &mut Value, slot: u8| {
+        if let (Some(device), Some((major, minor))) =
+            (device.as_object_mut(), disks.get(usize::from(slot)))
+        {
+            device.insert("major".into(), json!(major));
+            device.insert("minor".into(), json!(minor));
+        }
+    };
+    if let Some(devices) = linux.get_mut("devices").and_then(Value::as_array_mut) {
+        for (index, slot) in &special.devices {
+            if let Some(device) = devices.get_mut(*index) {
+                number(device, *slot);
+            }
+        }
+        let mut index = 0..;
+        devices.retain(|_| {
+            index
+                .next()
+                .is_none_or(|index| !special.left_out.contains(&index))
+        });
+    }
+    let rules = linux
+        .get_mut("resources")
+        .and_then(|all| all.get_mut("devices"));
+    for rule in rules.and_then(Value::as_array_mut).into_iter().flatten() {
+        let given = DeviceRule::deserialize(&*rule).unwrap_or_default();
+        if given.kind == "b"
+            && let (Some(major), Some(minor)) = (given.major, given.minor)
+            && let Some(slot) = special.slot_of((major, minor))
+        {
+            number(rule, slot);
+        }
+    }
 }
 
 /// A namespace of another container in the guest is joined there. Of any other the anchor is in the
@@ -83,6 +152,68 @@ fn object<'a>(json: &'a mut Value, name: &str) -> Option<&'a mut Map<String, Val
 mod tests {
     use super::*;
 
+    fn side<'a>(
+        bind_mounts: &'a [usize],
+        siblings: &'a Siblings,
+        special: &'a Special,
+    ) -> GuestSide<'a> {
+        GuestSide {
+            id: "web",
+            bind_mounts,
+            siblings,
+            special,
+            disks: &[(254, 0), (254, 16)],
+        }
+    }
+
+    #[test]
+    fn test_disks_have_the_guest_s_numbers_and_paths() {
+        let spec = json!({
+            "root": { "path": "rootfs" },
+            "mounts": [{ "destination": "/d", "type": "ext4", "source": "/dev/sdb" }],
+            "linux": {
+                "devices": [
+                    { "path": "/dev/snd/timer", "type": "c", "major": 116, "minor": 33 },
+                    { "path": "/dev/disk", "type": "b", "major": 8, "minor": 16, "uid": 5 },
+                    { "path": "/dev/fuse", "type": "c", "major": 10, "minor": 229 },
+                ],
+                "resources": { "devices": [
+                    { "allow": true, "type": "b", "major": 8, "minor": 16, "access": "rw" },
+                    { "allow": true, "type": "c", "major": 8, "minor": 16, "access": "rw" },
+                    { "allow": false, "access": "rwm" },
+                ] },
+            },
+        });
+        let special = Special {
+            root: Some(Default::default()),
+            mounts: vec![(0, "/dev/vdb".into())],
+            devices: vec![(1, 1)],
+            left_out: vec![0],
+            on_host: vec![None, Some((8, 16))],
+            ..Special::default()
+        };
+        let none = Siblings::new();
+        assert_eq!(
+            guest_spec(spec, side(&[], &none, &special)),
+            json!({
+                "root": { "path": ROOT_DISK },
+                "mounts": [{ "destination": "/d", "type": "ext4", "source": "/dev/vdb" }],
+                "linux": {
+                    "cgroupsPath": "/web",
+                    "devices": [
+                        { "path": "/dev/disk", "type": "b", "major": 254, "minor": 16, "uid": 5 },
+                        { "path": "/dev/fuse", "type": "c", "major": 10, "minor": 229 },
+                    ],
+                    "resources": { "devices": [
+                        { "allow": true, "type": "b", "major": 254, "minor": 16, "access": "rw" },
+                        { "allow": true, "type": "c", "major": 8, "minor": 16, "access": "rw" },
+                        { "allow": false, "access": "rwm" },
+                    ] },
+                },
+            })
+        );
+    }
+
     #[test]
     fn test_host_s_paths_become_the_guest_s_and_the_rest_stays() {
         let spec = json!({
@@ -104,7 +235,7 @@ mod tests {
         });
         let siblings = Siblings::from([(7, "pause".to_owned())]);
         assert_eq!(
-            guest_spec(spec, "web", &[1], &siblings),
+            guest_spec(spec, side(&[1], &siblings, &Special::default())),
             json!({
                 "ociVersion": "1.1.0",
                 "root": { "path": "/run/thaw/share/containers/web/rootfs", "readonly": true },
@@ -137,8 +268,19 @@ mod tests {
     #[test]
     fn test_a_spec_of_nothing_stays_one() {
         let none = Siblings::new();
-        assert_eq!(guest_spec(json!({}), "web", &[0], &none), json!({}));
+        let nothing = Special::default();
+        assert_eq!(
+            guest_spec(json!({}), side(&[0], &none, &nothing)),
+            json!({})
+        );
         let odd = json!({ "mounts": [null, 3], "linux": 7 });
-        assert_eq!(guest_spec(odd.clone(), "web", &[0, 1, 2], &none), odd);
+        let special = Special {
+            mounts: vec![(0, "/dev/vda".into()), (7, "/dev/vdb".into())],
+            ..Special::default()
+        };
+        assert_eq!(
+            guest_spec(odd.clone(), side(&[0, 1, 2], &none, &special)),
+            odd
+        );
     }
 }

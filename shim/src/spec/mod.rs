@@ -4,6 +4,7 @@
 //! The spec is kept as the JSON that it came as, because the guest must get every field of it, known
 //! here or not; [`Spec`] is a view of the fields that concern the host.
 
+mod devices;
 mod guest;
 mod hooks;
 mod shape;
@@ -18,7 +19,8 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use thiserror::Error;
 
-pub use guest::{guest_process, guest_spec};
+pub use devices::{Device, DeviceRule, guest_device};
+pub use guest::{GuestSide, guest_process, guest_spec};
 pub use hooks::{Hook, Hooks};
 pub use shape::shape;
 
@@ -130,6 +132,9 @@ pub struct Linux {
     /// Namespaces.
     #[serde(deserialize_with = "nullable")]
     pub namespaces: Vec<Namespace>,
+    /// Devices.
+    #[serde(deserialize_with = "nullable")]
+    pub devices: Vec<Device>,
     /// Limits.
     #[serde(deserialize_with = "nullable")]
     pub resources: Resources,
@@ -157,6 +162,9 @@ pub struct Resources {
     /// CPU time.
     #[serde(deserialize_with = "nullable")]
     pub cpu: Cpu,
+    /// Which devices may be used, in an order in which the last that matches counts.
+    #[serde(deserialize_with = "nullable")]
+    pub devices: Vec<DeviceRule>,
 }
 
 /// Limits of memory.
@@ -297,6 +305,7 @@ impl Spec {
             ));
         }
         self.check_network(siblings)?;
+        self.check_devices()?;
         self.hooks.check()?;
         Ok(())
     }

@@ -2,6 +2,7 @@
 //! Everything here needs nothing but the shim, its VMM and a guest, so that each step can be made in
 //! the wrong order, twice, or not at all.
 
+mod disks;
 mod errors;
 mod events;
 mod hooks;

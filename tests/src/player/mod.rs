@@ -200,7 +200,7 @@ fn shim_program() -> PathBuf {
 }
 
 /// A root file system of busybox, which all containers of the player share.
-fn root_directory() -> &'static Path {
+pub fn root_directory() -> &'static Path {
     static ROOT: OnceLock<PathBuf> = OnceLock::new();
     ROOT.get_or_init(|| {
         let root = Environment::get().directory.join("player-root");

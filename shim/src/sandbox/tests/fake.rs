@@ -18,8 +18,8 @@ use containerd_shim_protos::shim::events::ForwardRequest;
 use containerd_shim_protos::shim_async::{Events, Task, create_events, create_task};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use thaw_agent_api::agent::{
-    ConfigureRequest, ConfigureResponse, Event, EventsRequest, InfoRequest, InfoResponse,
-    OutOfMemory, QuiesceRequest, QuiesceResponse,
+    ConfigureRequest, ConfigureResponse, Disk, DiskNumbers, Event, EventsRequest, InfoRequest,
+    InfoResponse, OutOfMemory, QuiesceRequest, QuiesceResponse,
 };
 use thaw_agent_api::agent_ttrpc::{self, create_sandbox};
 use thaw_agent_api::{CONTROL_PORT, StreamHeader, parse_stream_uri};
@@ -36,9 +36,12 @@ pub const COUNTERS: &str = "played.Counters";
 /// A connection that the VMM was told to make, by port.
 type Connection = (u32, OwnedFd);
 
+/// What a played VMM was asked for.
+pub type Requests = Arc<Mutex<Vec<Request>>>;
+
 /// A VMM that does as it is told, as a process that only sleeps. It closes its end of the channel
 /// when that process ends.
-pub fn vmm() -> (Launched, mpsc::UnboundedReceiver<Connection>) {
+pub fn vmm() -> (Launched, mpsc::UnboundedReceiver<Connection>, Requests) {
     let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
     let pid = child.id() as i32;
     let pidfd = pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
@@ -46,7 +49,9 @@ pub fn vmm() -> (Launched, mpsc::UnboundedReceiver<Connection>) {
     let theirs = Arc::new(theirs);
     let (connections, connected) = mpsc::unbounded_channel();
     let serving = theirs.clone();
-    std::thread::spawn(move || serve_control(&serving, &connections));
+    let requests = Requests::default();
+    let noted = requests.clone();
+    std::thread::spawn(move || serve_control(&serving, &connections, &noted));
     std::thread::spawn(move || {
         // Reaped by its owner: here only the end is waited for.
         let descriptor = pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
@@ -65,11 +70,17 @@ pub fn vmm() -> (Launched, mpsc::UnboundedReceiver<Connection>) {
             owner: Owner::new(ours),
         },
         connected,
+        requests,
     )
 }
 
-fn serve_control(channel: &Channel, connections: &mpsc::UnboundedSender<Connection>) {
+fn serve_control(
+    channel: &Channel,
+    connections: &mpsc::UnboundedSender<Connection>,
+    requests: &Requests,
+) {
     while let Ok(Some((request, mut descriptors))) = channel.receive::<Request>() {
+        requests.lock().unwrap().push(request.clone());
         let reply = match request {
             Request::ConnectVsock { port } => {
                 let _ = connections.send((port, descriptors.remove(0)));
@@ -252,8 +263,17 @@ impl agent_ttrpc::Sandbox for Service {
         request: ConfigureRequest,
     ) -> ttrpc::Result<ConfigureResponse> {
         self.0.note("Configure");
+        let numbers = |disk: &Disk| DiskNumbers {
+            major: 254,
+            minor: 16 * disk.slot,
+            ..DiskNumbers::default()
+        };
+        let disks = request.disks.iter().map(numbers).collect();
         *self.0.configured.lock().unwrap() = Some(request);
-        Ok(ConfigureResponse::new())
+        Ok(ConfigureResponse {
+            disks,
+            ..ConfigureResponse::default()
+        })
     }
 
     async fn info(&self, _: &TtrpcContext, _: InfoRequest) -> ttrpc::Result<InfoResponse> {

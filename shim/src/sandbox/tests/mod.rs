@@ -2,6 +2,7 @@
 //! real: mounts, anchor, FIFOs.
 
 mod creation;
+mod disks;
 mod ends;
 mod execs;
 mod fake;
@@ -36,6 +37,8 @@ struct Scene {
     agent: Arc<fake::Agent>,
     containerd: fake::Containerd,
     vmm: Arc<Vmm>,
+    /// What the VMM was asked for.
+    requests: fake::Requests,
 }
 
 /// Run `test` on a thread with a mount namespace of its own.
@@ -98,7 +101,7 @@ async fn set(grouped: bool) -> Scene {
 
     let containerd = fake::Containerd::serve(&path("events")).await;
     let publisher = Publisher::new("default", Route::to_socket(path("events").to_str()));
-    let (launched, connections) = fake::vmm();
+    let (launched, connections, requests) = fake::vmm();
     let vmm = Arc::new(Vmm::new(launched, Console::new(Some(facts.console()))).unwrap());
     let agent = Arc::new(fake::Agent::default());
     agent.serve(directory.path(), connections);
@@ -143,6 +146,7 @@ async fn set(grouped: bool) -> Scene {
         agent,
         containerd,
         vmm,
+        requests,
     }
 }
 
