@@ -8,6 +8,7 @@ mod events;
 mod hooks;
 mod large;
 mod life;
+mod roots;
 mod start;
 mod streams;
 mod waiting;
