@@ -3,14 +3,19 @@
 use std::ffi::OsStr;
 use std::fs::{self, File, Permissions};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::Path;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
 
+use containerd_shim_protos::api::Mount;
+use nix::sys::stat::{Mode, SFlag, mknod};
 use rustix::fs::{XattrFlags, setxattr};
 use serde_json::{Value, json};
 use thaw_tests::player::{Fifos, Player, Program, root_directory};
 
 use super::on_shim;
+
+/// As many layers as the most that an image in the field has.
+const LAYERS: usize = 127;
 
 /// Capabilities of a file: version 2, effective, `CAP_NET_RAW` permitted (linux/capability.h,
 /// `struct vfs_cap_data`).
@@ -18,12 +23,87 @@ const NET_RAW: [u8; 20] = [
     1, 0, 0, 2, 0, 0x20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
 ];
 
-/// Runs `program`; what it has printed.
+/// An image's layers, an upper directory, and the overlay of both as containerd asks for it.
+struct Layers {
+    directory: tempfile::TempDir,
+}
+
+impl Layers {
+    fn new(player: &Player) -> Self {
+        let layers = Self {
+            directory: player.directory(),
+        };
+        for index in 0..LAYERS {
+            fs::create_dir_all(layers.layer(index)).unwrap();
+            fs::write(layers.layer(index).join(format!("own-{index}")), "").unwrap();
+            fs::write(layers.layer(index).join("changed"), format!("{index}\n")).unwrap();
+        }
+        for path in [layers.upper(), layers.work()] {
+            fs::create_dir_all(path).unwrap();
+        }
+        layers
+    }
+
+    /// Long, as those of a snapshotter are.
+    fn layer(&self, index: usize) -> PathBuf {
+        let snapshots = self
+            .directory
+            .path()
+            .join("io.containerd.snapshotter.v1.overlayfs");
+        snapshots.join(format!("snapshots/{}/fs", 1000 + index))
+    }
+
+    fn bottom(&self) -> PathBuf {
+        self.layer(0)
+    }
+
+    fn top(&self) -> PathBuf {
+        self.layer(LAYERS - 1)
+    }
+
+    fn upper(&self) -> PathBuf {
+        self.layer(LAYERS)
+    }
+
+    fn work(&self) -> PathBuf {
+        self.upper().with_file_name("work")
+    }
+
+    fn mount(&self) -> Mount {
+        let path = |path: PathBuf| path.to_string_lossy().into_owned();
+        let lower: Vec<_> = (0..LAYERS)
+            .rev()
+            .map(|index| path(self.layer(index)))
+            .collect();
+        let lower = lower.join(":");
+        assert!(
+            lower.len() > 4096,
+            "no longer than mount(2) takes: {}",
+            lower.len()
+        );
+        Mount {
+            type_: "overlay".to_owned(),
+            source: "overlay".to_owned(),
+            options: vec![
+                "index=off".to_owned(),
+                format!("workdir={}", path(self.work())),
+                format!("upperdir={}", path(self.upper())),
+                format!("lowerdir={lower}"),
+            ],
+            ..Mount::default()
+        }
+    }
+}
+
+/// Runs `program` on `rootfs`, else on the player's root; what it has printed.
 #[track_caller]
-fn run(player: &Player, program: Program) -> String {
+fn run(player: &Player, program: Program, rootfs: Option<Mount>) -> String {
     let fifos = Fifos::output(player);
     let shim = player.bundle(program).start();
-    let request = shim.create_request(&fifos);
+    let mut request = shim.create_request(&fifos);
+    if let Some(root) = rootfs {
+        request.rootfs = vec![root];
+    }
     let output = fifos.read();
     let id = shim.bundle.id.clone();
     if let Err(error) = shim.task.create(&request) {
@@ -49,6 +129,53 @@ fn push_mounts(spec: &mut Value, mounts: impl IntoIterator<Item = Value>) {
 }
 
 on_shim! {
+    /// 127 layers, of which later ones change and hide what earlier ones have; no `/etc`, `/bin`, `/dev` or
+    /// `/proc`, a working directory that no layer has, and symbolic links where mounts go, which lead to
+    /// nowhere but the container's own root.
+    fn layers_of_an_image(player: &Player) {
+        let layers = Layers::new(player);
+        let (bottom, top) = (layers.bottom(), layers.top());
+        fs::copy(root_directory().join("bin/busybox"), bottom.join("busybox")).unwrap();
+        // Whiteout and opaque directory (Documentation/filesystems/overlayfs.rst).
+        fs::write(bottom.join("hidden"), "").unwrap();
+        mknod(&top.join("hidden"), SFlag::S_IFCHR, Mode::empty(), 0).unwrap();
+        for layer in [&bottom, &top] {
+            fs::create_dir(layer.join("replaced")).unwrap();
+        }
+        fs::write(bottom.join("replaced/old"), "").unwrap();
+        fs::write(top.join("replaced/new"), "").unwrap();
+        setxattr(top.join("replaced"), "trusted.overlay.opaque", b"y", XattrFlags::empty()).unwrap();
+        fs::write(top.join("n".repeat(255)), "").unwrap();
+        fs::hard_link(top.join("changed"), top.join("linked")).unwrap();
+        File::create(top.join("sparse")).unwrap().set_len(1 << 30).unwrap();
+        symlink("/", bottom.join("link")).unwrap();
+        symlink("../../../../../../..", bottom.join("up")).unwrap();
+        let source = player.directory();
+        fs::write(source.path().join("file"), "mounted\n").unwrap();
+
+        let line = "cd / && pwd > /dev/null; /busybox ls -d own-* | /busybox wc -l; /busybox cat changed linked; \
+                    /busybox ls hidden 2> /dev/null; /busybox ls replaced; \
+                    /busybox stat -c '%s %b' sparse; /busybox stat -c %h linked; \
+                    /busybox ls -d n* | /busybox wc -c; /busybox cat /one/file /two/file; \
+                    /busybox readlink /proc/1/cwd; echo x > new";
+        let program = Program::new(["/busybox", "sh", "-c", line]).with(|spec| {
+            spec["process"]["cwd"] = json!("/made/for/it");
+            push_mounts(spec, [
+                bind(source.path(), "/link/one", "ro"), bind(source.path(), "/up/two", "ro"),
+            ]);
+        });
+        let said = run(player, program, Some(layers.mount()));
+        let expected = format!(
+            "{LAYERS}\n{last}\n{last}\nnew\n1073741824 0\n2\n256\nmounted\nmounted\n/\n",
+            last = LAYERS - 1
+        );
+        assert_eq!(said, expected);
+        // Made for the container, in its own layer.
+        for made in ["made/for/it", "one", "two", "new", "proc", "dev"] {
+            assert!(layers.upper().join(made).exists(), "{made}");
+        }
+    }
+
     /// Programs that give rights to who executes them: by their mode, by capabilities of the file.
     fn programs_with_rights(player: &Player) {
         let directory = player.directory();
@@ -69,7 +196,7 @@ on_shim! {
             spec["process"]["capabilities"] = json!({ "bounding": ["CAP_NET_RAW"] });
             push_mounts(spec, [bind(directory.path(), "/rights", "rw")]);
         });
-        assert_eq!(run(player, program), "setuid\ncapable\n1000\n");
+        assert_eq!(run(player, program, None), "setuid\ncapable\n1000\n");
     }
 
     /// Names with all that a name may have, in sources, destinations and files; one source twice, writable
@@ -107,7 +234,7 @@ on_shim! {
             let all = ["CAP_SYS_ADMIN", "CAP_DAC_OVERRIDE"];
             spec["process"]["capabilities"] = json!({ "bounding": all, "effective": all, "permitted": all });
         });
-        assert_eq!(run(player, program), "0\n1\n2\n3\n4\n5\n6\n7\nff fe\n/b\n/c\n1073741828\n");
+        assert_eq!(run(player, program, None), "0\n1\n2\n3\n4\n5\n6\n7\nff fe\n/b\n/c\n1073741828\n");
         for (index, name) in names.iter().enumerate() {
             let made = fs::read_to_string(directory.path().join(name).join("from guest")).unwrap();
             assert_eq!(made, format!("{index}\n"), "{name:?}");
