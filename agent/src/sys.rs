@@ -458,6 +458,8 @@ struct CgroupPrograms {
     flags: u32,
     ids: u64,
     count: u32,
+    /// Makes the structure's end a field: of an attachment it is part of the revision that is expected.
+    rest: u32,
 }
 
 /// `BPF_CGROUP_DEVICE`.
