@@ -168,6 +168,7 @@ fn report(owner: &mut Owner, times: &Times) -> Outcome {
         kvm,
         file_requests,
         guest_dirty_bytes,
+        reported_bytes,
         ..
     } = statistics;
     let since = |time: u64| time.saturating_sub(times.before) / 1000;
@@ -183,8 +184,9 @@ fn report(owner: &mut Owner, times: &Times) -> Outcome {
         .collect();
     eprintln!("{}", counts.join(", "));
     eprintln!(
-        "{file_requests} file requests, {} KiB of guest memory dirtied",
-        guest_dirty_bytes >> 10
+        "{file_requests} file requests, {} KiB of guest memory dirtied, {} KiB given back",
+        guest_dirty_bytes >> 10,
+        reported_bytes >> 10
     );
     Ok(())
 }

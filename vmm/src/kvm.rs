@@ -1,5 +1,6 @@
 //! The hypervisor: `/dev/kvm` opened, checked, and asked what a guest can have.
 
+use std::io;
 use std::os::fd::{IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
@@ -8,10 +9,10 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use thiserror::Error;
-use vm_memory::{GuestMemory, GuestMemoryRegion};
+use vm_memory::{GuestMemory, GuestMemoryRegion, MmapRegion};
 
 use crate::layout::TSS;
-use crate::memory::GuestRam;
+use crate::memory::{GuestRam, MemorySlots};
 
 /// A KVM call that failed, or a KVM that cannot do what is needed.
 #[derive(Debug, Error)]
@@ -117,7 +118,9 @@ impl Hypervisor {
     pub fn create_vm(&self, ram: &GuestRam) -> Result<Arc<VmFd>, KvmError> {
         let vm = self.create_bare_vm()?;
         for (slot, region) in ram.memory().iter().enumerate() {
-            register_memory(&vm, slot as u32, region)?;
+            let (guest, size) = (region.start_addr().0, region.len());
+            vm.add(slot as u32, guest, region, 0, size)
+                .map_err(doing("giving guest memory to the VM"))?;
         }
         Ok(Arc::new(vm))
     }
@@ -133,22 +136,42 @@ impl Hypervisor {
     }
 }
 
-#[allow(unsafe_code)]
-fn register_memory(
-    vm: &VmFd,
-    slot: u32,
-    region: &vm_memory::GuestRegionMmap,
-) -> Result<(), KvmError> {
-    let memory = kvm_userspace_memory_region {
-        slot,
-        flags: 0,
-        guest_phys_addr: region.start_addr().0,
-        memory_size: region.len(),
-        userspace_addr: region.as_ptr() as u64,
-    };
-    // SAFETY: the range is one whole mapping that the region owns. A machine drops its RAM after its
-    // VM, and guest memory is accessed as volatile bytes only.
-    unsafe { vm.set_user_memory_region(memory) }.map_err(doing("giving guest memory to the VM"))
+impl MemorySlots for VmFd {
+    #[allow(unsafe_code)]
+    fn add(
+        &self,
+        slot: u32,
+        guest: u64,
+        region: &MmapRegion,
+        at: u64,
+        size: u64,
+    ) -> io::Result<()> {
+        let end = at.checked_add(size);
+        if end.is_none_or(|end| end > region.size() as u64) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let memory = kvm_userspace_memory_region {
+            slot,
+            flags: 0,
+            guest_phys_addr: guest,
+            memory_size: size,
+            userspace_addr: region.as_ptr() as u64 + at,
+        };
+        // SAFETY: the range was checked to lie in a mapping that the region owns. A machine drops its
+        // memory after its VM, and guest memory is accessed as volatile bytes only.
+        Ok(unsafe { self.set_user_memory_region(memory) }?)
+    }
+
+    #[allow(unsafe_code)]
+    fn remove(&self, slot: u32, guest: u64) -> io::Result<()> {
+        let memory = kvm_userspace_memory_region {
+            slot,
+            guest_phys_addr: guest,
+            ..Default::default()
+        };
+        // SAFETY: a size of zero takes the slot away from the guest.
+        Ok(unsafe { self.set_user_memory_region(memory) }?)
+    }
 }
 
 /// KVM for tests. Where there is none they are skipped, and say so.

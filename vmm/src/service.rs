@@ -184,6 +184,10 @@ impl Service {
                 let [] = exactly(descriptors)?;
                 self.machine()?.run()?;
             }
+            Request::Memory { bytes } => {
+                let [] = exactly(descriptors)?;
+                self.machine()?.request_memory(bytes)?;
+            }
             Request::ConnectVsock { port } => {
                 let [socket] = exactly(descriptors)?;
                 self.machine()?.attachments().connect_vsock(port, socket);
@@ -238,6 +242,9 @@ impl Service {
             kvm: machine.counters().map_err(Refusal::Counters)?,
             file_requests: machine.attachments().file_counts().requests(),
             file_releases: machine.attachments().file_counts().releases(),
+            reports: machine.attachments().reported().reports(),
+            reported_bytes: machine.attachments().reported().bytes(),
+            plugged_bytes: machine.attachments().plugged_memory(),
             guest_dirty_bytes: smaps.map_or(0, |smaps| anonymous_bytes(smaps, &ranges)),
         })
     }

@@ -15,7 +15,9 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use thaw_agent_api::agent::QuiesceRequest;
 use thaw_agent_api::agent_ttrpc::SandboxClient;
 use thaw_agent_api::{CONTROL_PORT, READY_LINE};
-use thaw_vmm_control::{ChannelError, Event, Launch, Launched, Reply, Request, Shape, WorkingSet};
+use thaw_vmm_control::{
+    ChannelError, Event, Launch, Launched, Reply, Request, Shape, Statistics, WorkingSet,
+};
 use ttrpc::context::Context;
 
 use super::abandonment::Abandonment;
@@ -40,9 +42,13 @@ const SNAPSHOT: Step = Step {
     limit: Duration::from_secs(120),
 };
 
-/// How long a guest must do nothing before it is snapshotted, and how often that is waited for.
+/// How long a guest must do nothing before it is snapshotted, and for how long that is waited for.
 const STILL: Duration = Duration::from_millis(30);
-const STILL_ATTEMPTS: usize = 100;
+const SETTLING: Duration = Duration::from_secs(12);
+
+/// How long after it has freed something, or reported some of it, a guest may still report memory that it
+/// does not use: its kernel waits for two seconds (mm/page_reporting.c, `PAGE_REPORTING_DELAY`).
+const REPORTING: Duration = Duration::from_millis(2500);
 
 /// Bytes of console output that are kept for an error.
 const CONSOLE_TAIL: usize = 2048;
@@ -116,6 +122,8 @@ struct Guest {
     console: Vec<u8>,
     /// What the VMM writes to its standard error.
     log: File,
+    /// How long it must have reported no free memory before it is snapshotted.
+    reporting: Duration,
 }
 
 impl Guest {
@@ -148,6 +156,7 @@ impl Guest {
                 watchdog,
                 console: Vec::new(),
                 log,
+                reporting: REPORTING,
             }),
             Err(error) => {
                 end(&launched);
@@ -251,18 +260,25 @@ impl Guest {
         Ok(ours)
     }
 
-    /// Wait until the guest has done what the end of the connection left it to do. Every guest that is
-    /// restored would do it again, before it could do anything of its own.
+    /// Wait until the guest has done what the end of the connection left it to do, and has reported all
+    /// memory that it does not use. Every guest that is restored would do it again: before it could do
+    /// anything of its own, and, in the notes that it makes of what is reported, with memory of its own.
     fn settle(&mut self) -> Result<(), BuildError> {
+        let begin = Instant::now();
+        let (mut reports, mut reported) = (0, begin);
         let mut before = None;
-        for _ in 0..STILL_ATTEMPTS {
+        while begin.elapsed() < SETTLING {
             let reply = self.launched.owner.request(&Request::Statistics, &[]);
-            let exits = match reply.map_err(|error| self.channel_failed(QUIESCE, error))? {
-                Reply::Statistics(statistics) => statistics.exits(),
-                _ => None,
+            let statistics = match reply.map_err(|error| self.channel_failed(QUIESCE, error))? {
+                Reply::Statistics(statistics) => statistics,
+                _ => Statistics::default(),
             };
+            if std::mem::replace(&mut reports, statistics.reports) != statistics.reports {
+                reported = Instant::now();
+            }
+            let exits = statistics.exits();
             // Where KVM does not count, one pause has to do.
-            if before == Some(exits) {
+            if before == Some(exits) && reported.elapsed() >= self.reporting {
                 return Ok(());
             }
             before = Some(exits);

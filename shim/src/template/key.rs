@@ -53,7 +53,7 @@ impl KeyInputs {
         Ok(Self {
             format_epoch: FORMAT_EPOCH,
             shape,
-            devices: format!("vsock fs console block*{BLOCK_SLOTS} vmgenid"),
+            devices: format!("vsock fs console block*{BLOCK_SLOTS} balloon memory vmgenid"),
             command_line: COMMAND_LINE.to_owned(),
             kernel: digest(&installation.kernel)?,
             initramfs: digest(&installation.initramfs)?,

@@ -41,10 +41,10 @@ pub const KVM_DESCRIPTOR: i32 = 4;
 
 /// The format of snapshots that this build writes and reads. Part of every template's key; it
 /// changes with the meaning of a snapshot's state or of its manifest.
-pub const FORMAT_EPOCH: u32 = 2;
+pub const FORMAT_EPOCH: u32 = 3;
 
 /// The kernel command line of a template's guest. `tsc=reliable` and `no_timer_check` leave out
 /// checks of hardware that KVM vouches for; a guest that panics resets at once, and a reset is a
-/// triple fault, which needs no device.
+/// triple fault, which needs no device. Memory that is plugged later is used at once.
 pub const COMMAND_LINE: &str = "console=hvc0 quiet panic=-1 reboot=t tsc=reliable no_timer_check \
-     pci=conf1 8250.nr_uarts=0 random.trust_cpu=on";
+     pci=conf1 8250.nr_uarts=0 random.trust_cpu=on memhp_default_state=online";

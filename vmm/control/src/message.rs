@@ -41,6 +41,13 @@ pub enum Request {
     },
     /// Run the vCPUs of a restored machine.
     Run,
+    /// Let the guest have `bytes` of memory beside that of its shape, in all. Answered at once; the guest
+    /// plugs or unplugs blocks of 128 MiB by itself, as far as it can. Refused where that is more than it
+    /// has addresses for.
+    Memory {
+        /// Rounded up to blocks.
+        bytes: u64,
+    },
     /// Open a vsock connection from the host to `port` of the guest and move bytes between it and
     /// the descriptor sent along (one end of a `SOCK_STREAM` socket pair), until both directions
     /// have ended. Answered as soon as the request is queued; when the guest refuses, the other end
@@ -121,6 +128,12 @@ pub struct Statistics {
     pub file_requests: u64,
     /// Those of them that tell of a closed file or directory, for which no program waits.
     pub file_releases: u64,
+    /// How often the guest has reported memory that it does not use.
+    pub reports: u64,
+    /// Bytes that went back to the host by that, each time they did.
+    pub reported_bytes: u64,
+    /// Bytes that the guest has plugged beside the memory of its shape.
+    pub plugged_bytes: u64,
     /// Bytes of guest memory that differ from the template (private pages), from `/proc/self/smaps`
     /// like data; zero where it could not be read.
     pub guest_dirty_bytes: u64,

@@ -17,7 +17,7 @@ use crate::layout::SERIAL_GSI;
 use crate::memory::GuestRam;
 use crate::phase::Phases;
 use crate::serial::SerialPort;
-use crate::vcpu::Vcpu;
+use crate::vcpu::{Vcpu, address_bits};
 
 /// The word on a command line that asks for the debug serial port.
 const SERIAL_CONSOLE: &str = "ttyS0";
@@ -57,6 +57,7 @@ impl Machine {
 
         let vm = hypervisor.create_vm(&ram)?;
         let supported = hypervisor.supported_cpuid()?;
+        let address_bits = address_bits(&supported);
         let mut vcpus = Vec::new();
         for index in 0..shape.vcpus() {
             let vcpu = Vcpu::new(&vm, index)?;
@@ -70,10 +71,10 @@ impl Machine {
             true => Some(SerialPort::new(serial_interrupt(&vm)?, console)),
             false => None,
         };
-        let (pci, attachments) = devices::make(&vm, &ram, environment)?;
+        let (pci, attachments) = devices::make(&vm, &ram, address_bits, environment)?;
         let bus = Bus::new(pci, serial);
         phases.mark("devices");
-        Self::assemble(shape, false, vcpus, bus, attachments, vm, ram)
+        Self::assemble(shape, address_bits, false, vcpus, bus, attachments, vm, ram)
     }
 }
 

@@ -28,6 +28,7 @@ use crate::snapshot::SnapshotError;
 use crate::vcpu::{ExitNotice, GuestIo, RunningVcpus, Vcpu, VcpuCounters, VcpuStateError};
 use crate::virtio::block::AttachError;
 use crate::virtio::fs::FileSystemError;
+use crate::virtio::memory::TooMuchMemory;
 pub use boot::BootSource;
 use bus::Bus;
 pub use devices::{Attachments, Environment};
@@ -81,6 +82,9 @@ pub enum MachineError {
     /// What the guest touches is not recorded, and why.
     #[error("the machine is not recorded: {0}")]
     NotRecorded(String),
+    /// More memory than the guest has addresses for.
+    #[error(transparent)]
+    TooMuchMemory(#[from] TooMuchMemory),
     /// Something was asked at the wrong time.
     #[error("the machine {0}")]
     Phase(&'static str),
@@ -99,6 +103,8 @@ enum Vcpus {
 /// One virtual machine.
 pub struct Machine {
     shape: Shape,
+    /// Width of the vCPUs' physical addresses, on which it depends where memory can be plugged.
+    address_bits: u8,
     /// Whether the guest must be told of a new generation when it runs.
     restored: bool,
     vcpus: Vcpus,
@@ -119,6 +125,7 @@ impl Machine {
     #[allow(clippy::too_many_arguments)]
     fn assemble(
         shape: Shape,
+        address_bits: u8,
         restored: bool,
         vcpus: Vec<Vcpu>,
         bus: Bus,
@@ -130,6 +137,7 @@ impl Machine {
         let notice = ExitNotice::new().map_err(crate::kvm::doing("making an event descriptor"))?;
         Ok(Self {
             shape,
+            address_bits,
             restored,
             vcpus: Vcpus::Ready(vcpus),
             counters,
@@ -164,6 +172,16 @@ impl Machine {
         let io: Arc<dyn GuestIo> = self.bus.clone();
         self.vcpus = Vcpus::Running(RunningVcpus::start(vcpus, &io, &self.notice)?);
         Ok(self.bus.start()?)
+    }
+
+    /// Let the guest have `bytes` of memory beside its RAM, in all. It plugs them by itself.
+    pub fn request_memory(&self, bytes: u64) -> Result<(), MachineError> {
+        self.attachments.request_memory(bytes)?;
+        if let Vcpus::Running(_) = self.vcpus {
+            // The device had nothing behind it, if this is the first time.
+            self.bus.pci().activate()?;
+        }
+        Ok(())
     }
 
     /// vCPUs and memory.
@@ -209,7 +227,7 @@ impl Machine {
             let start = region.as_ptr() as u64;
             (start, start + region.len())
         };
-        self.ram.memory().iter().map(range).collect()
+        self.ram.live().view().iter().map(range).collect()
     }
 }
 

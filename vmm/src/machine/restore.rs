@@ -78,11 +78,21 @@ impl Machine {
             }
             None => None,
         };
-        let (mut pci, attachments) = devices::make(&vm, &ram, environment)?;
+        let address_bits = state.address_bits;
+        let (mut pci, attachments) = devices::make(&vm, &ram, address_bits, environment)?;
         pci.restore(state.pci)?;
         phases.mark("devices");
         let bus = Bus::new(pci, serial);
-        let mut machine = Self::assemble(state.shape, true, vcpus, bus, attachments, vm, ram)?;
+        let mut machine = Self::assemble(
+            state.shape,
+            address_bits,
+            true,
+            vcpus,
+            bus,
+            attachments,
+            vm,
+            ram,
+        )?;
         if let Some(recording) = recording {
             machine.recording = recording;
         }

@@ -33,6 +33,7 @@ impl Machine {
         let vcpus = save_vcpus(hypervisor, &vcpus)?;
         let saved = MachineState {
             shape: self.shape,
+            address_bits: self.address_bits,
             vcpus,
             controllers: save_controllers(&self.vm)?,
             clock: save_clock(&self.vm)?,

@@ -7,8 +7,11 @@
 //! guest's first touch of a page finds it in the page cache, which all guests of a template share.
 
 mod extent;
+mod live;
 mod mapping;
+mod pluggable;
 mod population;
+mod reclaim;
 mod recording;
 #[cfg(test)]
 mod tests;
@@ -25,7 +28,12 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMma
 
 use crate::layout::{HIGH_RAM_START, LOW_RAM_END, PAGE_SIZE};
 pub use extent::{Extent, InvalidExtents, validate as validate_extents};
+pub use live::{LiveMemory, MemoryView};
+#[cfg(test)]
+pub(crate) use pluggable::tests::pluggable as test_pluggable;
+pub use pluggable::{BLOCK_SIZE, MemorySlots, PluggableMemory, PluggableRange};
 pub use population::Population;
+pub use reclaim::give_back;
 pub use recording::{Recording, RecordingError};
 
 /// Holes up to this size between two extents of data become part of one extent: a mapping costs
@@ -118,6 +126,7 @@ enum Backing {
 /// The RAM of one guest.
 pub struct GuestRam {
     memory: GuestMemoryMmap,
+    live: LiveMemory,
     size: u64,
     backing: Backing,
 }
@@ -146,6 +155,7 @@ impl GuestRam {
         }
         let memory = collection(mapped)?;
         Ok(Self {
+            live: LiveMemory::new(memory.clone()),
             memory,
             size,
             backing: Backing::Own(file),
@@ -182,16 +192,23 @@ impl GuestRam {
             }
             mapped.push(guest_region(mapping, region)?);
         }
+        let memory = collection(mapped)?;
         Ok(Self {
-            memory: collection(mapped)?,
+            live: LiveMemory::new(memory.clone()),
+            memory,
             size,
             backing: Backing::Template,
         })
     }
 
-    /// The memory as devices use it. Clones share it.
+    /// The RAM. Clones share it.
     pub fn memory(&self) -> &GuestMemoryMmap {
         &self.memory
+    }
+
+    /// The memory as devices use it: the RAM, and what is plugged beside it.
+    pub fn live(&self) -> &LiveMemory {
+        &self.live
     }
 
     /// Bytes of RAM.

@@ -9,7 +9,6 @@ use virtio_bindings::virtio_config::{
 };
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
-use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::common_config::{CommonConfig, CommonState, Written};
@@ -17,6 +16,7 @@ use super::config_space::{ConfigSpace, Effect};
 use super::msix::{Msix, MsixState};
 use super::router::InterruptRouter;
 use super::{PciError, layout};
+use crate::memory::LiveMemory;
 use crate::virtio::{Activation, ActiveQueue, Device};
 
 /// What a snapshot keeps of one function. Untrusted until [`Function::restore`] has taken it.
@@ -36,7 +36,7 @@ pub struct Function {
     common: CommonConfig,
     msix: Arc<Msix>,
     router: Arc<InterruptRouter>,
-    memory: GuestMemoryMmap,
+    memory: LiveMemory,
     bar: u64,
     /// Notification events by queue number while the device is active.
     notifications: Vec<(u16, EventFd)>,
@@ -51,7 +51,7 @@ impl Function {
         device: Box<dyn Device>,
         bar: u64,
         router: Arc<InterruptRouter>,
-        memory: GuestMemoryMmap,
+        memory: LiveMemory,
     ) -> Result<Self, PciError> {
         let sizes = device.queue_sizes();
         if sizes.is_empty() || sizes.len() > layout::MAX_QUEUES {
@@ -198,7 +198,7 @@ impl Function {
             return Ok(());
         };
         let activation = Activation {
-            memory: self.memory.clone(),
+            memory: self.memory.view(),
             queues,
             interrupt: self.msix.clone(),
             features: self.common.driver_features,
@@ -211,6 +211,7 @@ impl Function {
     /// The queues that the driver has enabled, checked against guest memory.
     fn active_queues(&self) -> Result<Vec<ActiveQueue>, PciError> {
         let event_idx = self.common.driver_features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
+        let memory = self.memory.view();
         let mut active = Vec::new();
         for (index, state) in (0..).zip(&self.common.queues) {
             if !state.ready {
@@ -218,7 +219,7 @@ impl Function {
             }
             let mut queue = Queue::try_from(*state).map_err(|_| PciError::Queue(index))?;
             queue.set_event_idx(event_idx);
-            if !queue.is_valid(&self.memory) {
+            if !queue.is_valid(&*memory) {
                 return Err(PciError::Queue(index));
             }
             let notify = EventFd::new(EFD_NONBLOCK).map_err(PciError::system("making an event"))?;

@@ -17,9 +17,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use vm_memory::GuestMemoryMmap;
 
 use crate::layout::{PCI_WINDOW, PCI_WINDOW_SIZE};
+use crate::memory::LiveMemory;
 use crate::virtio::{Device, DeviceError};
 use config_space::ConfigSpace;
 use function::{Function, FunctionState};
@@ -79,7 +79,7 @@ pub struct PciState {
 /// Bus 0 and everything on it.
 pub struct PciRoot {
     router: Arc<InterruptRouter>,
-    memory: GuestMemoryMmap,
+    memory: LiveMemory,
     host_bridge: ConfigSpace,
     address: u32,
     functions: Vec<Function>,
@@ -87,7 +87,7 @@ pub struct PciRoot {
 
 impl PciRoot {
     /// A bus with a host bridge alone.
-    pub fn new(router: Arc<InterruptRouter>, memory: GuestMemoryMmap) -> Self {
+    pub fn new(router: Arc<InterruptRouter>, memory: LiveMemory) -> Self {
         let host_bridge = ConfigSpace::host_bridge();
         Self {
             router,

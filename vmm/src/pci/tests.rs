@@ -5,7 +5,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
-use vm_memory::GuestAddress;
+use vm_memory::{GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::*;
@@ -102,7 +102,10 @@ const BAR: u64 = PCI_WINDOW + layout::BAR_SIZE;
 fn bus(device: Idle) -> (PciRoot, Arc<Recorder>) {
     let recorder = Arc::new(Recorder::default());
     let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY)]).unwrap();
-    let mut root = PciRoot::new(Arc::new(InterruptRouter::new(recorder.clone())), memory);
+    let mut root = PciRoot::new(
+        Arc::new(InterruptRouter::new(recorder.clone())),
+        LiveMemory::new(memory),
+    );
     root.add(Box::new(device)).unwrap();
     (root, recorder)
 }

@@ -28,6 +28,8 @@ pub struct InterruptControllers {
 pub struct MachineState {
     /// vCPUs and memory.
     pub shape: Shape,
+    /// Width of the vCPUs' physical addresses.
+    pub address_bits: u8,
     /// What is data in the memory file.
     pub extents: Vec<Extent>,
     /// The vCPUs, in the order of their indices.

@@ -35,6 +35,13 @@ pub fn normalise(supported: &[kvm_cpuid_entry2], index: u8, count: u8) -> Vec<kv
     entries
 }
 
+/// The width of a physical address of vCPUs with these leaves.
+pub fn address_bits(entries: &[kvm_cpuid_entry2]) -> u8 {
+    let leaf = entries.iter().find(|entry| entry.function == 0x8000_0008);
+    // What a CPU without that leaf has.
+    leaf.map_or(36, |entry| entry.eax as u8)
+}
+
 /// Leaves that are left out as a whole; a leaf that is not there reads as zeros.
 fn is_dropped(entry: &kvm_cpuid_entry2) -> bool {
     match entry.function {

@@ -15,7 +15,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use crate::kvm::{KvmError, doing};
 use crate::memory::Population;
 pub use boot::GDT as BOOT_GDT_ENTRIES;
-pub use cpuid::normalise;
+pub use cpuid::{address_bits, normalise};
 pub use msr::indices_to_save;
 use prefault::prefault;
 pub use run::{ExitNotice, GuestIo, RunningVcpus};

@@ -6,13 +6,13 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
 use super::buffers::Buffers;
 use super::queue::{DeviceQueue, Round, serve};
 use super::worker::{Poll, Worker};
 use super::{Activation, ActiveQueue, Device, DeviceError, DeviceType};
+use crate::memory::MemoryView;
 
 /// Takes what the guest prints, in pieces of at most 4 KiB. It may block, and the guest's output
 /// waits with it.
@@ -73,14 +73,14 @@ impl Device for Console {
 
     fn activate(&mut self, mut activation: Activation) -> Result<(), DeviceError> {
         let mut queue = DeviceQueue::take(&mut activation, TRANSMIT, "console")?;
-        let memory = activation.memory;
+        let mut memory = activation.memory;
         let output = self.output.clone();
         let poll = Poll::new()?;
         poll.add(queue.notify(), 0, EventSet::IN)?;
         let worker = Worker::start("thaw-console", poll, move |poll| {
             // Held as long as the device is active; nobody else wants it then.
             let mut output = output.lock().unwrap_or_else(PoisonError::into_inner);
-            serve(&poll, &mut queue, &memory, |queue, memory| {
+            serve(&poll, &mut queue, &mut memory, |queue, memory| {
                 print_round(queue, memory, &mut output)
             });
             queue.into_active(&memory)
@@ -111,7 +111,7 @@ impl Device for Console {
     }
 }
 
-fn print_round(queue: &mut DeviceQueue, memory: &GuestMemoryMmap, output: &mut Output) -> Round {
+fn print_round(queue: &mut DeviceQueue, memory: &MemoryView, output: &mut Output) -> Round {
     let mut printed = 0;
     for _ in 0..SHARE_CHAINS {
         if printed >= SHARE_BYTES {

@@ -4,6 +4,7 @@
 //! its own between [`Device::activate`] and [`Device::deactivate`]. Everything it reads from guest
 //! memory is untrusted: copied once, checked, and bounded per notification.
 
+pub mod balloon;
 pub mod block;
 pub mod buffers;
 pub mod config_space;
@@ -11,6 +12,7 @@ pub mod console;
 pub mod fs;
 pub mod guest_error;
 pub mod guest_io;
+pub mod memory;
 pub mod queue;
 #[cfg(test)]
 mod test_driver;
@@ -21,8 +23,9 @@ use std::sync::Arc;
 
 use thiserror::Error;
 use virtio_queue::Queue;
-use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::eventfd::EventFd;
+
+use crate::memory::MemoryView;
 
 /// Device identifiers of virtio 1.2, section 5.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,8 +68,8 @@ pub struct ActiveQueue {
 
 /// All that a device needs to work.
 pub struct Activation {
-    /// The guest's memory.
-    pub memory: GuestMemoryMmap,
+    /// The guest's memory, as it is now.
+    pub memory: MemoryView,
     /// The queues that the driver has enabled, in the order of their numbers.
     pub queues: Vec<ActiveQueue>,
     /// The way to the guest.

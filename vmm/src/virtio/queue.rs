@@ -12,6 +12,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::guest_error::GuestErrors;
 use super::worker::{Poll, Wake};
 use super::{Activation, ActiveQueue, DeviceError, Interrupt};
+use crate::memory::MemoryView;
 
 /// A chain that the driver has made available.
 pub type Chain<'m> = DescriptorChain<&'m GuestMemoryMmap>;
@@ -72,8 +73,10 @@ impl DeviceQueue {
         let _ = self.active.notify.read();
     }
 
-    /// The next chain, or `None` when the driver has made no more available.
-    pub fn pop<'m>(&mut self, memory: &'m GuestMemoryMmap) -> Option<Chain<'m>> {
+    /// The next chain, or `None` when the driver has made no more available. Also when the memory has
+    /// changed since `memory` was refreshed: the chain may be in what is new. [`DeviceQueue::listen`]
+    /// says then that there is more.
+    pub fn pop<'m>(&mut self, memory: &'m MemoryView) -> Option<Chain<'m>> {
         if self.broken {
             return None;
         }
@@ -88,12 +91,13 @@ impl DeviceQueue {
 
     fn try_pop<'m>(
         &mut self,
-        memory: &'m GuestMemoryMmap,
+        view: &'m MemoryView,
     ) -> Result<Option<Chain<'m>>, virtio_queue::Error> {
+        let memory: &GuestMemoryMmap = view;
         // Looked at once, and first: the driver may add a chain at any moment, and only a ring that
         // was not empty before is one that cannot be read.
         let available = self.active.queue.avail_idx(memory, Ordering::Acquire)?;
-        if available.0 == self.active.queue.next_avail() {
+        if available.0 == self.active.queue.next_avail() || view.is_stale() {
             return Ok(None);
         }
         let chain = self.active.queue.iter(memory)?.next();
@@ -178,8 +182,8 @@ pub enum Round {
 pub fn serve(
     poll: &Poll,
     queue: &mut DeviceQueue,
-    memory: &GuestMemoryMmap,
-    mut round: impl FnMut(&mut DeviceQueue, &GuestMemoryMmap) -> Round,
+    memory: &mut MemoryView,
+    mut round: impl FnMut(&mut DeviceQueue, &MemoryView) -> Round,
 ) {
     let mut events = Vec::new();
     // What became available before activation is not notified again.
@@ -195,6 +199,7 @@ pub fn serve(
         {
             queue.acknowledge();
         }
+        memory.refresh();
         queue.suppress(memory);
         more = round(queue, memory) == Round::Share || queue.listen(memory);
         queue.signal(memory);
@@ -229,7 +234,7 @@ mod tests {
         let mut popped = 0;
         while popped < CHAINS {
             assert!(!queue.broken, "after {popped}");
-            if let Some(chain) = queue.pop(&memory) {
+            if let Some(chain) = queue.pop(&activation.memory) {
                 let head = chain.head_index();
                 queue.push_used(&memory, head, 0);
                 popped += 1;
@@ -247,8 +252,8 @@ mod tests {
         let mut queue = DeviceQueue::take(&mut activation, 0, "test").unwrap();
         driver.offer(16);
         driver.add(&[(0x8000, 16, true)]);
-        assert!(queue.pop(&memory).is_none());
-        assert!(queue.pop(&memory).is_none());
+        assert!(queue.pop(&activation.memory).is_none());
+        assert!(queue.pop(&activation.memory).is_none());
         assert!(!queue.listen(&memory), "nothing to wait for");
     }
 
@@ -261,8 +266,8 @@ mod tests {
         let mut queue = DeviceQueue::take(&mut activation, 0, "test").unwrap();
         let head = driver.add(&[(0x8000, 16, true)]);
         for _ in 0..2 {
-            assert_eq!(queue.pop(&memory).unwrap().head_index(), head);
-            assert!(queue.pop(&memory).is_none());
+            assert_eq!(queue.pop(&activation.memory).unwrap().head_index(), head);
+            assert!(queue.pop(&activation.memory).is_none());
             queue.unpop();
         }
         assert!(queue.listen(&memory));

@@ -86,7 +86,7 @@ pub fn activation(
     features: u64,
 ) -> Activation {
     Activation {
-        memory: memory.clone(),
+        memory: memory.clone().into(),
         queues,
         interrupt: interrupt.clone(),
         features,

@@ -109,7 +109,7 @@ impl Guest {
 
     pub fn activate(&mut self, queues: Vec<ActiveQueue>) {
         let activation = Activation {
-            memory: self.memory.clone(),
+            memory: self.memory.clone().into(),
             queues,
             interrupt: self.raised.clone(),
             features: 1 << 32,

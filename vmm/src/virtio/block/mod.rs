@@ -19,7 +19,6 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_SEG_MAX,
 };
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
 use self::request::{Medium, serve_round};
@@ -164,12 +163,12 @@ impl Block {
         let mut queue = DeviceQueue::take(&mut activation, 0, "block")?;
         // Without FLUSH the driver cannot ask for durability, so every write has it (5.2.6.2).
         let write_through = activation.features & (1 << VIRTIO_BLK_F_FLUSH) == 0;
-        let memory: GuestMemoryMmap = activation.memory;
+        let mut memory = activation.memory;
         let poll = Poll::new()?;
         poll.add(queue.notify(), 0, EventSet::IN)?;
         let name = format!("thaw-block-{}", self.number);
         Worker::start(&name, poll, move |poll| {
-            serve(&poll, &mut queue, &memory, |queue, memory| {
+            serve(&poll, &mut queue, &mut memory, |queue, memory| {
                 serve_round(queue, memory, &medium, write_through)
             });
             queue.into_active(&memory)

@@ -12,6 +12,7 @@ use virtio_bindings::virtio_blk::{
 use vm_memory::{GuestMemoryMmap, VolatileSlice};
 
 use super::{SECTOR, SEG_MAX};
+use crate::memory::MemoryView;
 use crate::virtio::buffers::{Buffers, ChainError, Segments, write_byte};
 use crate::virtio::guest_io;
 use crate::virtio::queue::{Chain, DeviceQueue, Round};
@@ -169,7 +170,7 @@ fn transfer(
 /// Carry out requests until there are no more or the share of one round is done.
 pub(super) fn serve_round(
     queue: &mut DeviceQueue,
-    memory: &GuestMemoryMmap,
+    memory: &MemoryView,
     medium: &Medium,
     write_through: bool,
 ) -> Round {

@@ -2,7 +2,7 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 
 use proptest::prelude::*;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::*;
 use crate::virtio::test_driver::{
@@ -394,7 +394,7 @@ proptest! {
         };
         let mut activation = activation(&memory, &interrupt, vec![driver.device_side()], FEATURES);
         let mut queue = DeviceQueue::take(&mut activation, 0, "block").unwrap();
-        while serve_round(&mut queue, &memory, &medium, false) == crate::virtio::queue::Round::Share {}
+        while serve_round(&mut queue, &activation.memory, &medium, false) == crate::virtio::queue::Round::Share {}
         prop_assert_eq!(file.metadata().unwrap().len(), 4 * SECTOR);
     }
 }

@@ -1,7 +1,7 @@
 use std::sync::mpsc;
 
 use proptest::prelude::*;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::*;
 use crate::virtio::test_driver::{
@@ -185,6 +185,6 @@ proptest! {
         let mut activation = activation(&memory, &interrupt, vec![driver.device_side()], FEATURES);
         let mut queue = DeviceQueue::take(&mut activation, TRANSMIT, "console").unwrap();
         let mut output: Output = Box::new(|text| assert!(text.len() <= PIECE));
-        while print_round(&mut queue, &memory, &mut output) == Round::Share {}
+        while print_round(&mut queue, &activation.memory, &mut output) == Round::Share {}
     }
 }

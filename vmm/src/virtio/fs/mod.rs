@@ -44,7 +44,6 @@ use std::sync::Arc;
 use nix::sched::{CloneFlags, unshare};
 use thiserror::Error;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::GuestMemoryMmap;
 use vmm_sys_util::epoll::EventSet;
 
 pub use self::counts::FileCounts;
@@ -208,6 +207,9 @@ impl Service {
             if poll.wait(&mut events, timeout) == Wake::Stop {
                 return;
             }
+            if let Err(error) = self.view.refresh() {
+                return tracing::error!("the file server stops: {error}");
+            }
             for event in &events {
                 // The token is the queue's place.
                 self.queues[event.token as usize].acknowledge();
@@ -223,7 +225,7 @@ impl Service {
     }
 
     fn into_queues(self) -> Vec<ActiveQueue> {
-        let memory: &GuestMemoryMmap = self.view.memory();
+        let memory = self.view.memory();
         self.queues.map(|queue| queue.into_active(memory)).into()
     }
 }

@@ -10,6 +10,7 @@ use super::host::Requests;
 use super::packet::{HEADER, Header};
 use super::reset::TransportReset;
 use super::table::Table;
+use crate::memory::MemoryView;
 use crate::virtio::ActiveQueue;
 use crate::virtio::buffers::Buffers;
 use crate::virtio::guest_error::GuestErrors;
@@ -42,7 +43,7 @@ pub struct Remains {
 
 /// See the [module](self).
 pub struct Engine {
-    pub memory: GuestMemoryMmap,
+    pub memory: MemoryView,
     pub receive: DeviceQueue,
     pub transmit: DeviceQueue,
     pub reset: TransportReset,
@@ -67,10 +68,14 @@ impl Engine {
             if self.table.poll().wait(&mut events, timeout) == Wake::Stop {
                 return self.stop();
             }
+            if self.memory.refresh() {
+                self.reset.advance(&self.memory);
+                self.connect();
+            }
             for &event in &events {
                 self.on_event(event);
             }
-            more = self.round();
+            more = self.round() || self.memory.is_stale();
         }
     }
 

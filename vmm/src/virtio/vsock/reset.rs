@@ -5,7 +5,7 @@
 //! so some time later, so nothing may be opened before: the driver has handled the event when it
 //! gives the event's buffer back to the ring.
 
-use vm_memory::GuestMemoryMmap;
+use crate::memory::MemoryView;
 
 use crate::virtio::buffers::Buffers;
 use crate::virtio::queue::DeviceQueue;
@@ -52,17 +52,18 @@ impl TransportReset {
 
     /// Go as far as the driver's buffers allow. To be called at the start and at each notification
     /// of the event queue.
-    pub fn advance(&mut self, memory: &GuestMemoryMmap) {
+    pub fn advance(&mut self, memory: &MemoryView) {
         if self.state == State::Done {
             return;
         }
-        // A second round only when a buffer came between looking and listening.
-        while self.step(memory) && self.queue.listen(memory) {}
+        // A second round only when a buffer came between looking and listening. Not for one that may be
+        // in memory which is not known yet.
+        while self.step(memory) && self.queue.listen(memory) && !memory.is_stale() {}
         self.queue.signal(memory);
     }
 
     /// False when the reset is done.
-    fn step(&mut self, memory: &GuestMemoryMmap) -> bool {
+    fn step(&mut self, memory: &MemoryView) -> bool {
         let Some(chain) = self.queue.pop(memory) else {
             return true;
         };

@@ -226,7 +226,7 @@ impl Still {
         let mut take = |index| DeviceQueue::take(&mut activation, index, "vsock").unwrap();
         let (rx, tx, ev) = (take(0), take(1), take(2));
         let engine = Engine {
-            memory: memory.clone(),
+            memory: memory.clone().into(),
             receive: rx,
             transmit: tx,
             reset: TransportReset::new(ev, reset_owed),
@@ -353,9 +353,9 @@ proptest! {
                 _ => event.offer(head),
             }
         }
-        still.engine.reset.advance(&memory);
+        still.engine.reset.advance(&memory.clone().into());
         while still.engine.round() {}
-        still.engine.reset.advance(&memory);
+        still.engine.reset.advance(&memory.clone().into());
         let _ = still.engine.reset.into_queue();
     }
 }
