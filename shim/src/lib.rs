@@ -30,6 +30,7 @@ pub mod paths;
 mod process;
 pub mod process_identity;
 mod readiness;
+mod room;
 mod sandbox;
 mod settings;
 mod spec;

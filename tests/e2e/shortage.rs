@@ -100,7 +100,8 @@ on_each_containerd! {
         let small = Limited::new("thaw-shortage", "memory.max", "2M");
         let refused = bed.run().options(["--cgroup", &small.child()]).command(["true"]).output();
         assert_ne!(refused.code, 0);
-        assert!(refused.stderr().contains("memory"), "{refused}");
+        let error = refused.stderr();
+        assert!(error.contains("thaw-shortage has") && error.contains("memory.max"), "{refused}");
         bed.remove_containers();
     }
 

@@ -23,6 +23,7 @@ use crate::console::Console;
 use crate::disks::{Disk, RootDisk};
 use crate::error::TaskError;
 use crate::paths::{Installation, TEMPLATE_DIRECTORY};
+use crate::room;
 use crate::settings::ConsoleLog;
 use crate::template::{Template, TemplateStore};
 use crate::trace::step;
@@ -230,6 +231,7 @@ impl Sandbox {
             console,
             template_budget_mib,
         } = plan;
+        room::check(cgroup.as_deref()).map_err(failed)?;
         self.trace.change(|trace| trace.shape = shape.to_string());
         self.note(|facts| facts.shape = Some(shape));
         let (program, root) = (installation.vmm.clone(), self.facts.export());
