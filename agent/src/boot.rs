@@ -21,6 +21,9 @@ use crate::sys;
 /// The agent's program, as the kernel starts it from the initramfs.
 pub const PROGRAM: &str = "/init";
 
+/// How ready the kernel is to kill this process for want of memory (`proc_pid_oom_score_adj(5)`).
+pub const OOM_SCORE: &str = "/proc/self/oom_score_adj";
+
 /// The files a process may have open, soft and hard, unless its spec says otherwise.
 pub const OPEN_FILES: (u64, u64) = (1024, 524_288);
 
@@ -111,6 +114,9 @@ pub fn set_up() -> Result<(), BootError> {
         step: "set limits",
         source: error.into(),
     })?;
+    // Whatever runs short, not this process: without it nothing is told any more. Helpers take it off
+    // themselves, and with them all that containers run.
+    fs::write(OOM_SCORE, "-1000").map_err(at("write", OOM_SCORE))?;
     // Nothing below / is written from here on. Containers are started through this mount, so that
     // no process in them can open the agent's file for writing by way of /proc/<pid>/exe.
     let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY;

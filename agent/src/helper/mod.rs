@@ -37,7 +37,7 @@ use serde_json::Value;
 use ttrpc::Code;
 
 use self::description::IdMapping;
-use crate::boot::OPEN_FILES;
+use crate::boot::{OOM_SCORE, OPEN_FILES};
 use crate::protocol::{MESSAGE_LIMIT, Place, Reply, Request, SPEC};
 use crate::status::Refusal;
 use crate::sys;
@@ -52,6 +52,8 @@ pub fn run() -> ExitCode {
     let (soft, hard) = OPEN_FILES;
     // Refused only where the tests run without the right to; the limit is then theirs.
     let _ = setrlimit(Resource::RLIMIT_NOFILE, soft, hard);
+    // The agent's is not for what containers run.
+    let _ = std::fs::write(OOM_SCORE, "0");
     let mut buffer = vec![0; MESSAGE_LIMIT];
     let request = sys::receive(std::io::stdin(), &mut buffer);
     let Ok((length, descriptors)) = request else {
