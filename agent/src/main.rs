@@ -12,6 +12,7 @@ mod container;
 mod disks;
 mod engine;
 mod exits;
+mod growth;
 mod helper;
 mod identity;
 mod io;
@@ -40,8 +41,10 @@ use thaw_agent_api::{CONTROL_PORT, READY_LINE, STREAM_PORT};
 use tracing::error;
 use tracing_subscriber::filter::LevelFilter;
 
+use crate::cgroup::Cgroup;
 use crate::engine::{Engine, Layout};
 use crate::exits::Exits;
+use crate::growth::Growth;
 use crate::io::Listener;
 use crate::memory::MemoryWatch;
 use crate::operator::OperatorService;
@@ -155,7 +158,8 @@ async fn serve(place: Place) -> Result<(), Box<dyn std::error::Error>> {
         ),
     };
     let (exits, streams) = (Arc::new(Exits::default()), Arc::new(StreamTable::default()));
-    let memory = Arc::new(MemoryWatch::default());
+    let growth = Growth::new(Cgroup::at(&layout.cgroups));
+    let memory = Arc::new(MemoryWatch::new(growth));
     let engine = Engine::new(
         layout,
         Arc::clone(&exits),

@@ -1,6 +1,8 @@
-//! Out-of-memory kills, told to whoever listens.
+//! What the kernel says about memory: kills for want of it, told to whoever listens, and when all
+//! containers together want more.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use nix::errno::Errno;
@@ -11,14 +13,16 @@ use tokio::sync::broadcast;
 use tracing::warn;
 
 use crate::container::Container;
+use crate::growth::Growth;
 use crate::sys;
 
 /// How many events may wait for a slow listener.
 const BACKLOG: usize = 64;
 
-/// Watches the `memory.events` of all containers.
+/// Watches the `memory.events` of all containers, and of the cgroup above them.
 #[derive(Debug)]
 pub struct MemoryWatch {
+    growth: Growth,
     events: broadcast::Sender<String>,
     watched: Mutex<Watched>,
 }
@@ -28,20 +32,43 @@ struct Watched {
     /// Made with the first container, so that a template has none.
     inotify: Option<Arc<Inotify>>,
     containers: HashMap<WatchDescriptor, Weak<Container>>,
+    /// The cgroup above them, once the guest may grow.
+    parent: Option<WatchDescriptor>,
     /// Kills told so far, by container id.
     told: HashMap<String, u64>,
 }
 
-impl Default for MemoryWatch {
-    fn default() -> Self {
+impl MemoryWatch {
+    /// Of a guest that grows as `growth` says.
+    pub fn new(growth: Growth) -> Self {
         Self {
+            growth,
             events: broadcast::Sender::new(BACKLOG),
             watched: Mutex::default(),
         }
     }
-}
 
-impl MemoryWatch {
+    /// The guest's growth.
+    pub fn growth(&self) -> &Growth {
+        &self.growth
+    }
+
+    /// The guest may have `bytes` of memory beside what it had at first.
+    pub fn allow_growth(self: &Arc<Self>, bytes: u64) -> io::Result<()> {
+        let events = self.growth.events();
+        if !events.exists() || (bytes == 0 && self.lock().parent.is_none()) {
+            return Ok(());
+        }
+        self.growth.allow(bytes)?;
+        let mut watched = self.lock();
+        if bytes > 0 && watched.parent.is_none() {
+            let inotify = self.inotify(&mut watched)?;
+            let parent = inotify.add_watch(&events, AddWatchFlags::IN_MODIFY)?;
+            watched.parent = Some(parent);
+        }
+        Ok(())
+    }
+
     /// Ids of containers in which the kernel kills for memory, from now on.
     pub fn subscribe(&self) -> broadcast::Receiver<String> {
         self.events.subscribe()
@@ -54,29 +81,30 @@ impl MemoryWatch {
         }
     }
 
-    fn try_watch(self: &Arc<Self>, container: &Arc<Container>) -> std::io::Result<()> {
+    fn try_watch(self: &Arc<Self>, container: &Arc<Container>) -> io::Result<()> {
         let file = container.cgroup.file("memory.events");
         if !file.exists() {
             return Ok(());
         }
         let mut watched = self.lock();
-        let inotify = match &watched.inotify {
-            Some(inotify) => Arc::clone(inotify),
-            None => {
-                let inotify = Arc::new(Inotify::init(
-                    InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK,
-                )?);
-                let descriptor = inotify.as_fd().try_clone_to_owned()?;
-                tokio::spawn(Arc::clone(self).follow(Arc::clone(&inotify), descriptor));
-                watched.inotify = Some(Arc::clone(&inotify));
-                inotify
-            }
-        };
+        let inotify = self.inotify(&mut watched)?;
         let descriptor = inotify.add_watch(&file, AddWatchFlags::IN_MODIFY)?;
         watched
             .containers
             .insert(descriptor, Arc::downgrade(container));
         Ok(())
+    }
+
+    fn inotify(self: &Arc<Self>, watched: &mut Watched) -> io::Result<Arc<Inotify>> {
+        if let Some(inotify) = &watched.inotify {
+            return Ok(Arc::clone(inotify));
+        }
+        let flags = InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK;
+        let inotify = Arc::new(Inotify::init(flags)?);
+        let descriptor = inotify.as_fd().try_clone_to_owned()?;
+        tokio::spawn(Arc::clone(self).follow(Arc::clone(&inotify), descriptor));
+        watched.inotify = Some(Arc::clone(&inotify));
+        Ok(inotify)
     }
 
     async fn follow(self: Arc<Self>, inotify: Arc<Inotify>, descriptor: OwnedFd) {
@@ -102,6 +130,10 @@ impl MemoryWatch {
     fn changed(&self, descriptor: WatchDescriptor, mask: AddWatchFlags) {
         let container = {
             let mut watched = self.lock();
+            if watched.parent == Some(descriptor) {
+                drop(watched);
+                return self.growth.check();
+            }
             if mask.contains(AddWatchFlags::IN_IGNORED) {
                 watched.containers.remove(&descriptor);
                 return;

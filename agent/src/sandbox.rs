@@ -8,7 +8,8 @@ use nix::sys::utsname::uname;
 use nix::time::{ClockId, clock_gettime};
 use thaw_agent_api::agent::{
     ConfigureRequest, ConfigureResponse, Event, EventsRequest, InfoRequest, InfoResponse,
-    OutOfMemory, QuiesceRequest, QuiesceResponse,
+    MemoryWanted, OutOfMemory, PluggableMemoryRequest, PluggableMemoryResponse, QuiesceRequest,
+    QuiesceResponse,
 };
 use thaw_agent_api::agent_ttrpc::Sandbox;
 use tokio::sync::broadcast::error::RecvError;
@@ -42,6 +43,11 @@ impl SandboxService {
         }
     }
 
+    fn allow_growth(&self, bytes: u64) -> Result<(), Refusal> {
+        let allowed = self.memory.allow_growth(bytes);
+        allowed.map_err(|error| Refusal::failed(format!("let the memory grow: {error}")))
+    }
+
     fn identity(&self) -> MutexGuard<'_, Identity> {
         self.identity.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -54,10 +60,14 @@ impl Sandbox for SandboxService {
         _: &TtrpcContext,
         request: ConfigureRequest,
     ) -> ttrpc::Result<ConfigureResponse> {
-        let mut identity = self.identity();
-        identity.configure(&request)?;
+        let disks = {
+            let mut identity = self.identity();
+            identity.configure(&request)?;
+            identity.disks().to_vec()
+        };
+        self.allow_growth(request.pluggable_memory_bytes)?;
         Ok(ConfigureResponse {
-            disks: identity.disks().to_vec(),
+            disks,
             ..Default::default()
         })
     }
@@ -85,6 +95,15 @@ impl Sandbox for SandboxService {
         Ok(QuiesceResponse::new())
     }
 
+    async fn pluggable_memory(
+        &self,
+        _: &TtrpcContext,
+        request: PluggableMemoryRequest,
+    ) -> ttrpc::Result<PluggableMemoryResponse> {
+        self.allow_growth(request.bytes)?;
+        Ok(PluggableMemoryResponse::new())
+    }
+
     async fn events(
         &self,
         _: &TtrpcContext,
@@ -92,17 +111,26 @@ impl Sandbox for SandboxService {
         stream: ServerStreamSender<Event>,
     ) -> ttrpc::Result<()> {
         let mut kills = self.memory.subscribe();
+        let mut wanted = self.memory.growth().subscribe();
         loop {
-            let container_id = match kills.recv().await {
-                Ok(id) => id,
-                Err(RecvError::Lagged(_)) => continue,
-                Err(RecvError::Closed) => return Ok(()),
-            };
             let mut event = Event::new();
-            event.set_out_of_memory(OutOfMemory {
-                container_id,
-                ..Default::default()
-            });
+            tokio::select! {
+                kill = kills.recv() => match kill {
+                    Ok(container_id) => event.set_out_of_memory(OutOfMemory {
+                        container_id,
+                        ..Default::default()
+                    }),
+                    Err(RecvError::Lagged(_)) => continue,
+                    Err(RecvError::Closed) => return Ok(()),
+                },
+                changed = wanted.changed() => match changed {
+                    Ok(()) => event.set_memory_wanted(MemoryWanted {
+                        bytes: *wanted.borrow_and_update(),
+                        ..Default::default()
+                    }),
+                    Err(_) => return Ok(()),
+                },
+            }
             stream.send(&event).await?;
         }
     }

@@ -14,6 +14,7 @@ use protobuf::Message;
 use protobuf::well_known_types::empty::Empty;
 use thaw_agent_api::agent::{
     ConfigureRequest, ConfigureResponse, Event, EventsRequest, InfoRequest, InfoResponse,
+    PluggableMemoryRequest,
     ProcessesRequest, ProcessesResponse,
 };
 use thaw_agent_api::agent_ttrpc::{OperatorClient, SandboxClient};
@@ -97,6 +98,19 @@ impl Agent {
         SandboxClient::new(self.client.clone())
             .info(context, &InfoRequest::new())
             .await
+    }
+
+    /// Say how much memory the guest may be given beside its class.
+    pub async fn pluggable_memory(&self, bytes: u64) -> ttrpc::Result<()> {
+        let context = ttrpc::context::with_duration(CALL_LIMIT);
+        let request = PluggableMemoryRequest {
+            bytes,
+            ..Default::default()
+        };
+        SandboxClient::new(self.client.clone())
+            .pluggable_memory(context, &request)
+            .await
+            .map(drop)
     }
 
     /// Listen to what the agent says unasked from now on.

@@ -31,7 +31,7 @@ use crate::mounts;
 use crate::operator;
 use crate::paths::{Installation, RUNTIME_DIRECTORY};
 use crate::process_identity::ProcessIdentity;
-use crate::sandbox::{Home, Ingredients, Plan, Sandbox, Seed};
+use crate::sandbox::{Home, Ingredients, MemoryBounds, Plan, Sandbox, Seed, positive};
 use crate::settings::{RuntimeOptions, Settings};
 use crate::spec::{self, BundleSpec};
 use crate::task;
@@ -232,6 +232,13 @@ fn prepare(
         oom_score_adj,
         console: settings.console,
         template_budget_mib: settings.template_budget_mib,
+        memory: MemoryBounds {
+            most: settings
+                .max_memory_mib
+                .map_or_else(host_memory, |mib| u64::from(mib) << 20),
+            overhead: u64::from(settings.memory_overhead_mib) << 20,
+            first: spec.view.linux.resources.memory.limit.and_then(positive),
+        },
     };
     let ingredients = Ingredients {
         bundle,

@@ -15,6 +15,7 @@ mod group;
 mod identity;
 mod idle;
 mod limits;
+mod memory;
 mod operator;
 mod protocol;
 mod restore;

@@ -13,6 +13,7 @@ use thaw_vmm_control::Request;
 use tokio::sync::oneshot;
 use tracing::debug;
 
+use super::growth::positive;
 use super::guest::{Awake, Backing};
 use super::{ContainerHooks, Ingredients, Sandbox};
 use crate::agent::Agent;
@@ -190,6 +191,7 @@ impl Sandbox {
             .map_err(failed)?;
 
         let root = container.bundle.join(&view.root.path);
+        let memory_limit = view.linux.resources.memory.limit.and_then(positive);
         let mounting = container.clone();
         let on_disk = special.root.is_some();
         let elsewhere: Vec<_> = special.mounts.iter().map(|(index, _)| *index).collect();
@@ -242,6 +244,7 @@ impl Sandbox {
         let connections = stdio.connect(&self.next_stream).map_err(failed)?;
         let request = create_request(container, &json, connections.uris());
         let Awake { vmm, agent, .. } = guest;
+        self.limit_memory(&agent, &container.id, memory_limit).await;
         let created = async {
             let created = create_in_guest(agent.clone(), request);
             tokio::try_join!(created, connect_streams(&vmm, connections))

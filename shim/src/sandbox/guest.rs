@@ -15,8 +15,8 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
-use super::Sandbox;
 use super::create::forget;
+use super::{MemoryBounds, Sandbox};
 use crate::agent::Agent;
 use crate::cgroup;
 use crate::console::Console;
@@ -55,6 +55,8 @@ pub struct Plan {
     pub console: ConsoleLog,
     /// Disk space that all templates may take, in MiB.
     pub template_budget_mib: u32,
+    /// How far its memory may grow.
+    pub memory: MemoryBounds,
 }
 
 /// A guest that is itself and answers.
@@ -230,6 +232,7 @@ impl Sandbox {
             oom_score_adj,
             console,
             template_budget_mib,
+            memory: _,
         } = plan;
         room::check(cgroup.as_deref()).map_err(failed)?;
         self.trace.change(|trace| trace.shape = shape.to_string());
@@ -353,6 +356,7 @@ impl Sandbox {
         vmm.order(connect, vec![OwnedFd::from(guests)]).await?;
         let agent = Agent::new(ours).map_err(failed)?;
         request.wall_time_ns = wall_time_ns();
+        request.pluggable_memory_bytes = self.growth.allowed();
         let configured = match agent.configure(&request).await {
             Ok(configured) => configured,
             Err(error) => return Err(self.explain(vmm, error.into()).await),

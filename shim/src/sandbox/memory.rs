@@ -1,4 +1,5 @@
-//! Kills for want of memory, of which the guest tells and containerd is to hear.
+//! What the guest tells unasked: kills for want of memory, of which containerd is to hear, and that it
+//! wants more.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -22,14 +23,14 @@ impl Sandbox {
     /// Listen to what the agent says unasked, from before any program runs.
     pub(super) async fn listen(self: Arc<Self>, agent: &Agent) {
         match agent.events().await {
-            Ok(events) => drop(tokio::spawn(self.tell_memory_kills(events))),
-            Err(error) => warn!(%error, "the guest will not tell of kills for memory"),
+            Ok(events) => drop(tokio::spawn(self.follow_events(events, agent.clone()))),
+            Err(error) => warn!(%error, "the guest will not tell what it does about memory"),
         }
     }
 
-    /// Tell containerd of the kills that `events` has, until the guest ends. The agent tells of one
-    /// before it tells of an exit that follows from it.
-    async fn tell_memory_kills(self: Arc<Self>, mut events: Events) {
+    /// Tell containerd of the kills that `events` has, and give the guest the memory that it wants, until
+    /// it ends. The agent tells of a kill before it tells of an exit that follows from it.
+    async fn follow_events(self: Arc<Self>, mut events: Events, agent: Agent) {
         let mut told: HashMap<String, Instant> = HashMap::new();
         loop {
             let event = match events.recv().await {
@@ -40,6 +41,9 @@ impl Sandbox {
                     return;
                 }
             };
+            if event.has_memory_wanted() {
+                self.give_memory(&agent, event.memory_wanted()).await;
+            }
             if !event.has_out_of_memory() {
                 continue;
             }

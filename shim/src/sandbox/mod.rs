@@ -2,8 +2,8 @@
 //!
 //! A sandbox is there, and its VM is being restored, before containerd asks for a container
 //! ([`guest`]). [`create`] puts a container into it, [`exec`] runs more processes in that,
-//! [`exit`] watches for ends, [`memory`] for kills for want of memory, and [`requests`] answers the
-//! rest. [`containers`] says which there are, and how long the sandbox lives for them.
+//! [`exit`] watches for ends, [`memory`] for kills for want of memory, [`growth`] gives the guest more of
+//! it, and [`requests`] answers the rest. [`containers`] says which there are, and how long the sandbox lives for them.
 //!
 //! What the task service is asked is answered from memory. Locks are held for the moment in which a
 //! field is read or changed and never over an await, but for [`Process::starting`], which only
@@ -15,6 +15,7 @@ mod containers;
 mod create;
 mod exec;
 mod exit;
+mod growth;
 mod guest;
 mod hooks;
 mod memory;
@@ -44,6 +45,8 @@ use crate::trace::Recorder;
 use crate::vmm::Vmm;
 
 use containers::Containers;
+use growth::Growth;
+pub use growth::{MemoryBounds, positive};
 use guest::Awakening;
 pub use guest::Plan;
 pub use hooks::ContainerHooks;
@@ -67,6 +70,7 @@ pub struct Sandbox {
     /// The VMM, as soon as it has been started.
     vmm: Arc<OnceLock<Arc<Vmm>>>,
     awakening: Awakening,
+    growth: Growth,
     containers: Mutex<Containers>,
     next_stream: std::sync::atomic::AtomicU64,
     /// Kills for want of memory, where those of the VMM are counted, before there was one.
@@ -148,6 +152,7 @@ impl Sandbox {
             prepared: Mutex::new(None),
             vmm: Arc::default(),
             awakening: Awakening::default(),
+            growth: Growth::default(),
             containers: Mutex::default(),
             next_stream: 1.into(),
             memory_kills_before: OnceLock::new(),
@@ -160,6 +165,7 @@ impl Sandbox {
         let ingredients = match seed {
             Ok(Seed { ingredients, plan }) => {
                 let hostname = ingredients.spec.view.hostname.clone();
+                sandbox.growth.begin(plan.shape, plan.memory, &id);
                 sandbox.bring_up(sandbox.clone().restore(plan), hostname);
                 Ok(ingredients)
             }

@@ -20,6 +20,7 @@ use tracing::{debug, warn};
 
 use super::Sandbox;
 use super::create::forget;
+use super::growth::limit_of_update;
 use crate::container::Container;
 use crate::error::TaskError;
 use crate::facts::{Exit, KILLED};
@@ -273,6 +274,7 @@ impl Sandbox {
             )));
         }
         container.end_execs();
+        self.growth.forget(&container.id);
         self.run_poststop_hooks(&container.id).await;
         self.note(|facts| facts.forget(&container.id));
         let event = TaskDelete {
@@ -363,7 +365,11 @@ impl Sandbox {
         let container = self.container(&request.id)?;
         alive(&container)?;
         request.id.clone_from(&container.guest_id);
-        Ok(container.agent()?.update(&request).await.map(drop)?)
+        let agent = container.agent()?;
+        if let Some(limit) = limit_of_update(request.resources.as_ref()) {
+            self.limit_memory(agent, &container.id, limit).await;
+        }
+        Ok(agent.update(&request).await.map(drop)?)
     }
 
     /// The container's counters.

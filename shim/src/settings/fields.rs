@@ -75,6 +75,15 @@ pub(super) const FIELDS: &[Field] = &[
         host_wide: false,
     },
     Field {
+        name: "max_memory_mib",
+        kind: Kind::Integer {
+            least: 128,
+            most: MOST_MEMORY_MIB,
+            set: |settings, value| settings.max_memory_mib = Some(value as u32),
+        },
+        host_wide: false,
+    },
+    Field {
         name: "memory_overhead_mib",
         kind: Kind::Integer {
             least: 32,

@@ -56,6 +56,9 @@ pub struct Settings {
     pub max_vcpus: u8,
     /// Memory of a sandbox whose container has no limit, in MiB.
     pub default_memory_mib: u32,
+    /// Most memory of a sandbox with a container that has no limit, in MiB; the host's where nothing is
+    /// set.
+    pub max_memory_mib: Option<u32>,
     /// What is added to a container's limit before the memory class is chosen, in MiB.
     pub memory_overhead_mib: u32,
     /// The guest's console.
@@ -72,6 +75,7 @@ impl Default for Settings {
             default_vcpus: 2,
             max_vcpus: thaw_vmm_control::Shape::MAX_VCPUS,
             default_memory_mib: 2048,
+            max_memory_mib: None,
             memory_overhead_mib: 64,
             console: ConsoleLog::On,
             log_level: None,

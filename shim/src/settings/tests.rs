@@ -68,12 +68,13 @@ fn test_each_source_goes_before_the_one_below_it() {
 #[test]
 fn test_every_field_is_set_by_its_name() {
     let text = "default_vcpus = 1\nmax_vcpus = 2\ndefault_memory_mib = 256\n\
-        memory_overhead_mib = 128\nconsole = 'keep'\nlog_level = 'warning'\ntemplate_budget_mib = 100";
+        max_memory_mib = 4096\nmemory_overhead_mib = 128\nconsole = 'keep'\nlog_level = 'warning'\ntemplate_budget_mib = 100";
     let settings = resolve(Some(text), None, &[]).unwrap();
     let expected = Settings {
         default_vcpus: 1,
         max_vcpus: 2,
         default_memory_mib: 256,
+        max_memory_mib: Some(4096),
         memory_overhead_mib: 128,
         console: ConsoleLog::Keep,
         log_level: Some(Level::WARN),
@@ -282,6 +283,7 @@ fn test_the_example_and_the_table_are_the_schema() {
     let settings = resolve(Some(&set), None, &[]).unwrap();
     let expected = Settings {
         log_level: Some(Level::INFO),
+        max_memory_mib: Some(65536),
         ..Settings::default()
     };
     assert_eq!(settings, expected);
