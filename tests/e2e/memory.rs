@@ -9,7 +9,7 @@ use thaw_tests::{Container, Testbed, Version, on_containerd, thaw};
 /// How long memory may take to be the host's again, on a host that has a lot to do besides.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What may be left of it: pages in blocks of 2 MiB that are in use otherwise, page tables, caches.
+/// What may be left of it: pages in blocks of 512 KiB that are in use otherwise, page tables, caches.
 const SLACK: u64 = 32;
 
 /// MiB of its own that a sandbox' VMM has, with its guest's memory.

@@ -3,7 +3,7 @@
 //!
 //! The host never asks for memory: the balloon's size is zero, always, and what a driver puts into the
 //! queues of inflation and deflation stays there. A report is the guest's own doing, some seconds after
-//! it has freed a block of 2 MiB or more; one that frees nothing reports nothing, and nothing here wakes
+//! it has freed a block of 512 KiB or more; one that frees nothing reports nothing, and nothing here wakes
 //! it. Reported pages may have any content afterwards.
 
 use std::sync::Arc;
