@@ -24,6 +24,9 @@ pub const PROGRAM: &str = "/init";
 /// How ready the kernel is to kill this process for want of memory (`proc_pid_oom_score_adj(5)`).
 pub const OOM_SCORE: &str = "/proc/self/oom_score_adj";
 
+/// Whether the kernel's messages are for the privileged only.
+const KERNEL_MESSAGES: &str = "/proc/sys/kernel/dmesg_restrict";
+
 /// The files a process may have open, soft and hard, unless its spec says otherwise.
 pub const OPEN_FILES: (u64, u64) = (1024, 524_288);
 
@@ -114,6 +117,8 @@ pub fn set_up() -> Result<(), BootError> {
         step: "set limits",
         source: error.into(),
     })?;
+    // What the kernel has said is for those with CAP_SYSLOG, as distributions have it.
+    fs::write(KERNEL_MESSAGES, "1").map_err(at("write", KERNEL_MESSAGES))?;
     // Whatever runs short, not this process: without it nothing is told any more. Helpers take it off
     // themselves, and with them all that containers run.
     fs::write(OOM_SCORE, "-1000").map_err(at("write", OOM_SCORE))?;

@@ -14,8 +14,7 @@ use protobuf::Message;
 use protobuf::well_known_types::empty::Empty;
 use thaw_agent_api::agent::{
     ConfigureRequest, ConfigureResponse, Event, EventsRequest, InfoRequest, InfoResponse,
-    PluggableMemoryRequest,
-    ProcessesRequest, ProcessesResponse,
+    PluggableMemoryRequest, ProcessesRequest, ProcessesResponse,
 };
 use thaw_agent_api::agent_ttrpc::{OperatorClient, SandboxClient};
 use tokio::net::UnixStream;

@@ -10,14 +10,14 @@
 //! | `TestContainerRuntimeOptionsv1`, `TestDaemonRuntimeRoot`, `TestShimInCgroup`, `TestDaemonCustomCgroup` | about the options of runc's shims and a cgroup of their kind |
 //! | `TestContainerKillInitPidHost` | a container in the host's pid namespace is refused by name |
 //! | `TestUserNamespaces` | needs an image of a registry |
-//! | `TestContainerHook` | hooks on the host are refused by name |
 //! | `TestShimDoesNotLeakPipes`, `TestShimOOMScore`, `TestContainerPids` | look at processes of runc and at its pids on the host |
 
 use std::collections::BTreeSet;
-use std::process::Command;
-use std::time::Duration;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 
-use thaw_tests::{Environment, Testbed, Version, finish_within, on_containerd};
+use thaw_tests::{Environment, Testbed, Version, on_containerd};
 
 /// Those that meet a runtime.
 const TESTS: &[&str] = &[
@@ -69,6 +69,7 @@ const TESTS: &[&str] = &[
     "TestContainerLoadUnexistingProcess",
     "TestContainerUserID",
     "TestContainerKillAll",
+    "TestContainerHook",
     "TestDaemonRestartWithRunningShim",
     "TestContainerRuntimeOptionsv2",
     "TestUIDNoGID",
@@ -102,8 +103,7 @@ fn containerd_client() {
             .current_dir(&environment.directory)
             .env("PATH", format!("{}:{path}", programs.display()))
             .env("TEST_RUNTIME", &environment.runtime);
-        let finished = finish_within(&mut command, b"", Duration::from_secs(90 * 60));
-        let output = finished.stdout();
+        let (succeeded, output, errors) = follow(&mut command);
         let named = |verdict: &str| -> BTreeSet<String> {
             let begin = format!("--- {verdict}: ");
             let names = output.lines().filter_map(|line| line.strip_prefix(&begin));
@@ -115,13 +115,44 @@ fn containerd_client() {
         let (passed, skipped) = (named("PASS"), named("SKIP"));
         println!("passed {}: {passed:?}\nskipped: {skipped:?}", passed.len());
         assert!(
-            finished.code == 0 && !passed.is_empty(),
+            succeeded && !passed.is_empty(),
             "failed: {:?}\n{}\n{}",
             named("FAIL"),
             tail(&output),
-            tail(&finished.stderr())
+            tail(&errors)
         );
     });
+}
+
+/// Runs a program to its end, which its own limit of time brings about, and tells of each test when it has
+/// ended. Whether it succeeded, and what it wrote.
+fn follow(command: &mut Command) -> (bool, String, String) {
+    let errors = Environment::get()
+        .directory
+        .join("containerd-client.errors");
+    let file = File::create(&errors).expect("a file of the tests' directory");
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(file)
+        .spawn()
+        .expect("the program that was built");
+    let mut output = String::new();
+    let pipe = BufReader::new(child.stdout.take().expect("a pipe"));
+    for line in pipe.lines().map_while(Result::ok) {
+        if line.starts_with("--- ") {
+            println!("{line}");
+        }
+        output.push_str(&line);
+        output.push('\n');
+    }
+    let status = child.wait().expect("a child of this process");
+    let errors = fs::read(&errors).unwrap_or_default();
+    (
+        status.success(),
+        output,
+        String::from_utf8_lossy(&errors).into_owned(),
+    )
 }
 
 /// The end of a long text.

@@ -59,7 +59,7 @@ pub fn create(
     stdio.give_to(adapted.process.uid, mappings[0])?;
     let cgroup = Path::new(cgroup::ROOT).join(place.cgroup.trim_start_matches('/'));
     limits::set(place, &resources)?;
-    device_rules::apply(&cgroup, &resources, "linux.resources", true)?;
+    let devices = device_rules::Program::of_container(&resources, "linux.resources")?;
     let mapped = mounts::make_mapped(&description.mounts, mappings)?;
     let first = FirstProcess {
         place,
@@ -74,6 +74,7 @@ pub fn create(
         window: window.or(adapted.process.window),
         description,
         mapped,
+        devices,
         stdio,
     };
     first.launch()
@@ -105,6 +106,7 @@ struct FirstProcess<'a> {
     description: Description,
     surroundings: Surroundings<'a>,
     mapped: BTreeMap<usize, OwnedFd>,
+    devices: device_rules::Program,
     listener: UnixListener,
     stdio: Stdio,
     find_home: bool,
@@ -162,6 +164,9 @@ impl FirstProcess<'_> {
         // When it has ended already, it has said why.
         let _ = channel.go_on();
         let terminal = channel.outcome()?;
+        // Not before its mounts are there: their sources may be devices that it may not use itself.
+        self.devices
+            .enforce(self.surroundings.cgroup, "linux.resources")?;
         identity::raise_limits(pid, &process.rlimits)?;
         let _ = channel.go_on();
         Ok(terminal)

@@ -120,22 +120,34 @@ fn parse_rule(rule: &Value) -> Result<Rule, String> {
     })
 }
 
-/// Has the kernel follow the rules of `LinuxResources` in a cgroup. `initial` says that the container is
-/// new: then what has no rules gets the defaults, while an update without any changes nothing.
-pub fn apply(cgroup: &Path, resources: &Value, field: &str, initial: bool) -> Result<(), Refusal> {
-    let rules = match parse(resources, field)? {
-        Some(rules) => rules,
-        None if initial => Vec::new(),
-        None => return Ok(()),
-    };
-    let rules: Vec<Rule> = rules.into_iter().chain(DEFAULTS).collect();
-    enforce(cgroup, &program(&rules))
-        .map_err(|error| Refusal::failed(format!("{field}.devices: {error}")))
-}
+/// Rules that the kernel can be had to follow.
+#[derive(Debug)]
+pub struct Program(Vec<u64>);
 
-fn enforce(cgroup: &Path, program: &[u64]) -> io::Result<()> {
-    let program = sys::load_device_program(program)?;
-    sys::attach_device_program(File::open(cgroup)?, program)
+impl Program {
+    /// The rules of `LinuxResources` (JSON), whose field is called `field`; `None` when there are none.
+    pub fn of_update(resources: &Value, field: &str) -> Result<Option<Self>, Refusal> {
+        Ok(parse(resources, field)?.map(Self::new))
+    }
+
+    /// The same of a new container, which has the defaults where there are none.
+    pub fn of_container(resources: &Value, field: &str) -> Result<Self, Refusal> {
+        Ok(Self::new(parse(resources, field)?.unwrap_or_default()))
+    }
+
+    fn new(rules: Vec<Rule>) -> Self {
+        let rules: Vec<Rule> = rules.into_iter().chain(DEFAULTS).collect();
+        Self(program(&rules))
+    }
+
+    /// Has the kernel follow them in a cgroup.
+    pub fn enforce(&self, cgroup: &Path, field: &str) -> Result<(), Refusal> {
+        let attach = || {
+            let program = sys::load_device_program(&self.0)?;
+            sys::attach_device_program(File::open(cgroup)?, program)
+        };
+        attach().map_err(|error: io::Error| Refusal::failed(format!("{field}.devices: {error}")))
+    }
 }
 
 /// Registers: what is asked for is read once into these.
@@ -323,15 +335,8 @@ mod tests {
 
     #[test]
     fn test_an_update_without_rules_leaves_them() {
-        assert!(
-            apply(
-                Path::new("/nowhere"),
-                &json!({"pids": {"limit": 1}}),
-                "r",
-                false
-            )
-            .is_ok()
-        );
+        let update = Program::of_update(&json!({"pids": {"limit": 1}}), "r").unwrap();
+        assert!(update.is_none());
         assert_eq!(parse(&json!({"devices": null}), "r"), Ok(None));
     }
 }

@@ -5,8 +5,7 @@ use std::io;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 
-use nix::errno::Errno;
-use nix::mount::{MsFlags, mount};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::stat::{Mode, SFlag, makedev, mknod, umask};
 use pathrs::Root;
 
@@ -33,9 +32,12 @@ const LINKS: [(&str, &str); 4] = [
     ("/proc/self/fd/2", "stderr"),
 ];
 
+/// A directory of the guest's, which the container does not see.
+const SCRATCH: &str = "/tmp";
+
 /// Makes the nodes of a spec and those of the defaults that it does not name. In a user namespace, which
 /// can make none, the guest's are bound.
-pub fn make_all(root: &Root, devices: &[Device], bind: bool) -> Result<(), Refusal> {
+pub fn make_all(root: &Root, devices: &[Device], binds: bool) -> Result<(), Refusal> {
     let named = |path: &str| devices.iter().any(|device| device.path == Path::new(path));
     let defaults = DEFAULTS
         .iter()
@@ -58,7 +60,7 @@ pub fn make_all(root: &Root, devices: &[Device], bind: bool) -> Result<(), Refus
             if device.path == Path::new("/dev/ptmx") {
                 return Ok(());
             }
-            make(root, &device, bind).map_err(|error| {
+            make(root, &device, binds).map_err(|error| {
                 let path = device.path.display();
                 Refusal::failed(format!("linux.devices: {path}: {}", said(&error)))
             })
@@ -67,12 +69,12 @@ pub fn make_all(root: &Root, devices: &[Device], bind: bool) -> Result<(), Refus
     made
 }
 
-fn make(root: &Root, device: &Device, bind: bool) -> io::Result<()> {
+fn make(root: &Root, device: &Device, binds: bool) -> io::Result<()> {
     let parent = device.path.parent().unwrap_or(Path::new("/"));
     let name = device.path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
     let directory = find_directory(root, parent)?;
-    if bind {
-        return bind_node(root, device);
+    if binds {
+        return bind(root, &device.path, &device.path);
     }
     let kind = match device.kind.as_str() {
         "b" => SFlag::S_IFBLK,
@@ -84,26 +86,46 @@ fn make(root: &Root, device: &Device, bind: bool) -> io::Result<()> {
             )));
         }
     };
-    let path = by_descriptor(&directory).join(name);
-    let number = makedev(device.major.unsigned_abs(), device.minor.unsigned_abs());
-    match mknod(&path, kind, Mode::empty(), number) {
-        Ok(()) => {}
+    match make_node(&by_descriptor(&directory).join(name), kind, device) {
         // The root has one, which stays.
-        Err(Errno::EEXIST) => return Ok(()),
-        Err(Errno::EPERM) => return bind_node(root, device),
-        Err(error) => return Err(error.into()),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        // On the host's file system, where a guest makes none.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            bind_new_node(root, kind, device)
+        }
+        made => made,
     }
-    chown(&path, Some(device.uid), Some(device.gid))?;
-    fs::set_permissions(
-        &path,
-        Permissions::from_mode(device.file_mode.unwrap_or(0o666) & 0o7777),
-    )
 }
 
-fn bind_node(root: &Root, device: &Device) -> io::Result<()> {
-    let target = find_file(root, &device.path)?;
+fn make_node(path: &Path, kind: SFlag, device: &Device) -> io::Result<()> {
+    let number = makedev(device.major.unsigned_abs(), device.minor.unsigned_abs());
+    mknod(path, kind, Mode::empty(), number)?;
+    chown(path, Some(device.uid), Some(device.gid))?;
+    let mode = device.file_mode.unwrap_or(0o666) & 0o7777;
+    fs::set_permissions(path, Permissions::from_mode(mode))
+}
+
+/// Makes a node in a file system of its own and binds it. That file system stays for as long as the
+/// container's mount does.
+fn bind_new_node(root: &Root, kind: SFlag, device: &Device) -> io::Result<()> {
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
     mount(
-        Some(&device.path),
+        Some("tmpfs"),
+        SCRATCH,
+        Some("tmpfs"),
+        flags,
+        Some("size=4k,mode=0700"),
+    )?;
+    let node = Path::new(SCRATCH).join("node");
+    let made = make_node(&node, kind, device).and_then(|()| bind(root, &node, &device.path));
+    umount2(SCRATCH, MntFlags::MNT_DETACH)?;
+    made
+}
+
+fn bind(root: &Root, source: &Path, target: &Path) -> io::Result<()> {
+    let target = find_file(root, target)?;
+    mount(
+        Some(source),
         &by_descriptor(&target),
         None::<&str>,
         MsFlags::MS_BIND,

@@ -102,7 +102,7 @@ pub fn update(place: &Place, resources: &str) -> Result<(), Refusal> {
     let resources: Value = serde_json::from_str(resources).map_err(invalid)?;
     check(&resources, "resources")?;
     let directory = directory(place);
-    let devices = resources.clone();
+    let devices = device_rules::Program::of_update(&resources, "resources")?;
     let old = Limits::read(&directory, &resources);
     let resources: LinuxResources = serde_json::from_value(resources).map_err(invalid)?;
     apply(place, &resources).map_err(|error| {
@@ -111,7 +111,12 @@ pub fn update(place: &Place, resources: &str) -> Result<(), Refusal> {
         let text = chain(&*error).replace(&format!("{}/", directory.display()), "");
         Refusal::invalid(format!("resources: {text}"))
     })?;
-    device_rules::apply(&directory, &devices, "resources", false).inspect_err(|_| old.write_back())
+    let Some(devices) = devices else {
+        return Ok(());
+    };
+    devices
+        .enforce(&directory, "resources")
+        .inspect_err(|_| old.write_back())
 }
 
 /// Applies `linux.resources` (JSON) of a new container to its cgroup.

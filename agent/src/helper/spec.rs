@@ -198,8 +198,13 @@ fn set_default_home(process: &mut Value) -> bool {
 
 /// Fills in what an exec takes over from the container's first process where it says nothing.
 pub fn inherit(process: &mut Value, container: &Value) {
-    for field in ["capabilities", "rlimits"] {
-        if process.get(field).is_none_or(Value::is_null)
+    let is_missing = |value: &Value| match value {
+        // No limits are the container's; no capabilities are an object, and are none.
+        Value::Array(list) => list.is_empty(),
+        other => other.is_null(),
+    };
+    for field in ["capabilities", "rlimits", "oomScoreAdj"] {
+        if process.get(field).is_none_or(is_missing)
             && let Some(value) = container.pointer(&format!("/process/{field}"))
         {
             process[field] = value.clone();

@@ -311,6 +311,10 @@ fn test_exec_inherits_capabilities_and_limits_only_where_it_has_none() {
     inherit(&mut process, &container);
     assert_eq!(process["capabilities"]["bounding"], json!(["CAP_KILL"]));
     assert_eq!(process["rlimits"], json!([2]));
+    let mut process = json!({"args": ["sh"], "rlimits": [], "capabilities": {"bounding": []}});
+    inherit(&mut process, &container);
+    assert_eq!(process["capabilities"], json!({"bounding": []}));
+    assert_eq!(process["rlimits"], json!([1]));
 }
 
 #[test]

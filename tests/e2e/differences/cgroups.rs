@@ -93,7 +93,7 @@ pub const GROUPS: &[Group] = &[
                 spec,
                 &["ro"],
                 json!({
-                    "memory": {"limit": 200 << 20},
+                    "memory": {"limit": 200 << 20, "swap": 200 << 20},
                     "cpu": {"shares": 2},
                     "unified": {"memory.high": "104857600", "memory.min": "1048576", "pids.max": "55",
                                 "cpu.max": "30000 60000", "memory.oom.group": "1"},

@@ -33,7 +33,7 @@ fn main() -> ExitCode {
         Some("call") => println!("{}", call(&numbers)),
         // The domain that programs see, of which a shell sees only the machine's name.
         Some("personality") => println!("{:#x}", call(&[libc_personality(), 0xffff_ffff])),
-        Some("priority") => println!("{}", call(&[251, 1, 0])),
+        Some("priority") => println!("{}", call(&[252, 1, 0])),
         Some("descriptors") => {
             let open = (0..256).filter(|fd| call(&[72, *fd, 1, 0]) >= 0);
             println!("{:?}", open.collect::<Vec<_>>());
