@@ -73,10 +73,6 @@ pub const GROUPS: &[Group] = &[
                 "a terminal's multiplexer",
                 "ls /dev/ptmx /dev/pts; : < /dev/ptmx; echo $?",
             ),
-            (
-                "tun",
-                "mkdir /dev/net; mknod /dev/net/tun c 10 200; : < /dev/net/tun 2>/dev/null; test $? = 0 || echo refused",
-            ),
         ],
     },
     Group {

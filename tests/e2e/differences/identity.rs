@@ -201,7 +201,7 @@ pub const GROUPS: &[Group] = &[
                 &mut spec["process"],
                 json!({
                     "user": {"uid": 264, "gid": 51020, "additionalGids": [266]},
-                    "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 42, "hard": 43}, {"type": "RLIMIT_NPROC", "soft": 99, "hard": 99}],
+                    "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 43, "hard": 43}, {"type": "RLIMIT_NPROC", "soft": 99, "hard": 99}],
                     "oomScoreAdj": 300,
                     "noNewPrivileges": true,
                     "cwd": "/tmp",

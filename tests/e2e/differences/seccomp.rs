@@ -129,7 +129,7 @@ pub const GROUPS: &[Group] = &[
 ];
 
 /// What busybox and runc need.
-const ALLOWED: &str = "read write close stat fstat lstat newfstatat statx poll lseek mmap mprotect munmap brk rt_sigaction \
+const ALLOWED: &str = "read write close stat statfs fstatfs fstat lstat newfstatat statx poll lseek mmap mprotect munmap brk rt_sigaction \
     rt_sigprocmask rt_sigreturn ioctl pread64 pwrite64 readv writev access faccessat faccessat2 pipe pipe2 select sched_yield mremap \
     madvise dup dup2 dup3 nanosleep clock_nanosleep getpid gettid socket connect sendto recvfrom clone clone3 fork vfork execve execveat \
     exit exit_group wait4 kill tgkill uname fcntl getcwd chdir fchdir readlink readlinkat umask getuid geteuid getgid getegid \
