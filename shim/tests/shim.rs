@@ -401,10 +401,10 @@ fn test_a_spec_that_cannot_be_is_refused_before_anything_is_made() {
     let mut host_network = spec();
     host_network["linux"]["namespaces"] = json!([{ "type": "pid" }, { "type": "mount" }]);
     let mut hook = spec();
-    hook["hooks"] = json!({ "prestart": [{ "path": "/bin/true" }] });
+    hook["hooks"] = json!({ "prestart": [{ "path": "bin/true" }] });
     for (spec, words) in [
         (host_network, "no network namespace"),
-        (hook, "hooks.prestart"),
+        (hook, "hooks.prestart[0].path"),
         (json!({ "root": 3 }), "config.json"),
     ] {
         let bundle = Bundle::new(&spec);

@@ -34,16 +34,14 @@ fn listed(id: &str) -> Option<Value> {
 /// Writes a message to the kernel's log that goes to the console whatever its level is.
 fn say(container: &thaw_tests::Container<'_>, word: &str) {
     container
-        .exec_shell(&format!(
-            "test -e /t/kmsg || mknod /t/kmsg c 1 11; echo '<1>{word}' > /t/kmsg"
-        ))
+        .exec_shell(&format!("echo '<1>{word}' > /dev/kmsg"))
         .succeeded();
 }
 
-/// A sleeping container that can make device nodes in `/t`.
+/// A sleeping container that may write to its kernel's log.
 fn speaker<'a>(bed: &'a Testbed, options: &[&str]) -> thaw_tests::Container<'a> {
     bed.run()
-        .options(["--mount", "type=tmpfs,src=tmpfs,dst=/t,options=rw"])
+        .options(["--device", "/dev/kmsg"])
         .options(options.iter().copied())
         .command(["sleep", "3600"])
         .detach()
