@@ -82,8 +82,8 @@ fn main() -> Result<()> {
     let arguments = Arguments::parse(std::env::args().skip(1))?;
     let mut result = Ok(());
     on_containerd(Version::V2_1, "bench", |bed| {
-        // Told at once: what is found wrong with the host afterwards must not cost the figures.
-        result = measure(bed, &arguments).and_then(|report| tell(&report));
+        // Before what is found wrong with the host afterwards can cost the figures.
+        result = measure(bed, &arguments).and_then(|report| write(&report));
         bed.remove_containers();
         // runc leaves the cgroup of containerd's namespace behind, which is nothing of thaw's.
         let _ = fs::remove_dir(Path::new("/sys/fs/cgroup").join(NAMESPACE));
@@ -91,9 +91,8 @@ fn main() -> Result<()> {
     result
 }
 
-/// Prints the report, and writes it to where results are asked for.
-fn tell(report: &Report) -> Result<()> {
-    println!("{report}");
+/// Writes the report to where results are asked for.
+fn write(report: &Report) -> Result<()> {
     if let Some(directory) =
         std::env::var_os("THAW_RESULTS").filter(|directory| !directory.is_empty())
     {
@@ -104,32 +103,41 @@ fn tell(report: &Report) -> Result<()> {
     Ok(())
 }
 
+/// Measures each clock that is asked for, and tells of it at once: what comes later may fail or take too long.
 fn measure(bed: &Testbed, arguments: &Arguments) -> Result<Report> {
+    let host = host();
+    println!("{host}");
     let mut report = Report {
-        host: host(),
+        host,
         ..Report::default()
     };
     for clock in &arguments.clocks {
         eprintln!("measuring {clock}");
-        match clock.as_str() {
-            "restore" => {
-                let prefix = &Environment::get().prefix;
-                report.restore = Some(restore::restore(prefix, arguments.samples)?);
-            }
-            "start" => {
-                let (start, phases) = clocks::start(bed, arguments.samples)?;
-                (report.start, report.phases) = (Some(start), phases);
-            }
-            "exec" => report.exec = Some(clocks::exec(bed, arguments.samples)),
-            "burst" => {
-                for (execs, samples) in BURSTS {
-                    let samples = arguments.samples.div_ceil(samples);
-                    report.bursts.push(clocks::burst(bed, execs, samples)?);
-                }
-            }
-            "files" => report.files = files::files(&Environment::get().prefix)?,
-            _ => report.memory = Some(memory::memory(bed, arguments.sandboxes)?),
+        let measured = measure_one(bed, arguments, clock)?;
+        println!("{measured}");
+        report.add(measured);
+    }
+    Ok(report)
+}
+
+fn measure_one(bed: &Testbed, arguments: &Arguments, clock: &str) -> Result<Report> {
+    let prefix = &Environment::get().prefix;
+    let mut report = Report::default();
+    match clock {
+        "restore" => report.restore = Some(restore::restore(prefix, arguments.samples)?),
+        "start" => {
+            let (start, phases) = clocks::start(bed, arguments.samples)?;
+            (report.start, report.phases) = (Some(start), phases);
         }
+        "exec" => report.exec = Some(clocks::exec(bed, arguments.samples)),
+        "burst" => {
+            for (execs, samples) in BURSTS {
+                let samples = arguments.samples.div_ceil(samples);
+                report.bursts.push(clocks::burst(bed, execs, samples)?);
+            }
+        }
+        "files" => report.files = files::files(prefix)?,
+        _ => report.memory = Some(memory::memory(bed, arguments.sandboxes)?),
     }
     Ok(report)
 }

@@ -31,6 +31,19 @@ pub struct Report {
     pub files: Vec<Operation>,
 }
 
+impl Report {
+    /// Adds what another one has, of clocks that this one has not.
+    pub fn add(&mut self, other: Self) {
+        self.restore = self.restore.take().or(other.restore);
+        self.start = self.start.take().or(other.start);
+        self.phases.extend(other.phases);
+        self.exec = self.exec.take().or(other.exec);
+        self.bursts.extend(other.bursts);
+        self.memory = self.memory.take().or(other.memory);
+        self.files.extend(other.files);
+    }
+}
+
 fn row(f: &mut Formatter<'_>, name: &str, summary: Summary) -> Result {
     let Summary {
         count,
@@ -63,7 +76,6 @@ fn beside(f: &mut Formatter<'_>, title: &str, clock: &BesideRunc) -> Result {
 
 impl Display for Report {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        writeln!(f, "{}", self.host)?;
         if let Some(restore) = &self.restore {
             head(f, &format!("restore: thaw-vmm alone, {}", restore.shape))?;
             row(f, "run is answered", restore.run_answered.summary())?;
