@@ -9,9 +9,9 @@ use containerd_shim_protos::api::Mount;
 use nix::sys::stat::{major, minor};
 use serde_json::{Value, json};
 use thaw_tests::finish;
-use thaw_tests::player::{Fifos, Player, Program, root_directory};
+use thaw_tests::player::{Player, Program, root_directory};
 
-use super::on_shim;
+use super::{on_shim, run};
 
 /// An image of an ext4 file system with what is in `directory`.
 #[track_caller]
@@ -50,31 +50,6 @@ impl Drop for Loop {
     fn drop(&mut self) {
         finish(Command::new("/usr/sbin/losetup").arg("-d").arg(&self.0));
     }
-}
-
-/// Runs `program`, with `rootfs` as its root if that is given; what it has printed.
-#[track_caller]
-fn run(player: &Player, program: Program, rootfs: Option<Mount>) -> String {
-    let fifos = Fifos::output(player);
-    let shim = player.bundle(program).start();
-    let mut request = shim.create_request(&fifos);
-    if let Some(root) = rootfs {
-        request.rootfs = vec![root];
-    }
-    let output = fifos.read();
-    let id = shim.bundle.id.clone();
-    if let Err(error) = shim.task.create(&request) {
-        panic!("creating {id}: {error}");
-    }
-    shim.task
-        .start(&id, "")
-        .unwrap_or_else(|error| panic!("starting {id}: {error}"));
-    let text = output.text();
-    shim.task.wait(&id, "").unwrap();
-    shim.task.delete(&id, "").unwrap();
-    shim.shut_down();
-    shim.bundle.delete();
-    text
 }
 
 fn device(path: &str, kind: &str, (major, minor): (u64, u64)) -> Value {

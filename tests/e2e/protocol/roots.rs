@@ -12,7 +12,7 @@ use rustix::fs::{XattrFlags, setxattr};
 use serde_json::{Value, json};
 use thaw_tests::player::{Fifos, Player, Program, root_directory};
 
-use super::on_shim;
+use super::{on_shim, run};
 
 /// As many layers as the most that an image in the field has.
 const LAYERS: usize = 127;
@@ -93,31 +93,6 @@ impl Layers {
             ..Mount::default()
         }
     }
-}
-
-/// Runs `program` on `rootfs`, else on the player's root; what it has printed.
-#[track_caller]
-fn run(player: &Player, program: Program, rootfs: Option<Mount>) -> String {
-    let fifos = Fifos::output(player);
-    let shim = player.bundle(program).start();
-    let mut request = shim.create_request(&fifos);
-    if let Some(root) = rootfs {
-        request.rootfs = vec![root];
-    }
-    let output = fifos.read();
-    let id = shim.bundle.id.clone();
-    if let Err(error) = shim.task.create(&request) {
-        panic!("creating {id}: {error}");
-    }
-    shim.task
-        .start(&id, "")
-        .unwrap_or_else(|error| panic!("starting {id}: {error}"));
-    let text = output.text();
-    shim.task.wait(&id, "").unwrap();
-    shim.task.delete(&id, "").unwrap();
-    shim.shut_down();
-    shim.bundle.delete();
-    text
 }
 
 fn bind(source: &Path, destination: &str, option: &str) -> Value {
