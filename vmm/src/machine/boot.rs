@@ -71,7 +71,8 @@ impl Machine {
             true => Some(SerialPort::new(serial_interrupt(&vm)?, console)),
             false => None,
         };
-        let (pci, attachments) = devices::make(&vm, &ram, address_bits, environment)?;
+        let (pci, attachments) =
+            devices::make(&vm, &ram, shape.vcpus(), address_bits, environment)?;
         let bus = Bus::new(pci, serial);
         phases.mark("devices");
         Self::assemble(shape, address_bits, false, vcpus, bus, attachments, vm, ram)

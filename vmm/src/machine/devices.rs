@@ -71,11 +71,12 @@ impl Attachments {
     }
 }
 
-/// A bus with all devices, none of them active. Their order is part of every snapshot. `address_bits`
-/// is the width of the vCPUs' physical addresses.
+/// A bus with all devices for a guest of `vcpus`, none of them active. Their order is part of every
+/// snapshot. `address_bits` is the width of the vCPUs' physical addresses.
 pub fn make(
     vm: &Arc<VmFd>,
     ram: &GuestRam,
+    vcpus: u8,
     address_bits: u8,
     environment: Environment,
 ) -> Result<(PciRoot, Attachments), MachineError> {
@@ -84,7 +85,7 @@ pub fn make(
     let mut pci = PciRoot::new(router, ram.live().clone());
     let (vsock_device, vsock) = Vsock::new(GUEST_CONTEXT_ID);
     pci.add(Box::new(vsock_device))?;
-    let file_system = FileSystem::new(FILE_SYSTEM_TAG, files)?;
+    let file_system = FileSystem::new(FILE_SYSTEM_TAG, files, vcpus)?;
     let file_counts = file_system.counts();
     pci.add(Box::new(file_system))?;
     pci.add(Box::new(Console::new(Box::new(move |bytes| {

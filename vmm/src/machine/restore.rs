@@ -79,7 +79,8 @@ impl Machine {
             None => None,
         };
         let address_bits = state.address_bits;
-        let (mut pci, attachments) = devices::make(&vm, &ram, address_bits, environment)?;
+        let (mut pci, attachments) =
+            devices::make(&vm, &ram, state.shape.vcpus(), address_bits, environment)?;
         pci.restore(state.pci)?;
         phases.mark("devices");
         let bus = Bus::new(pci, serial);

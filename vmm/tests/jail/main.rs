@@ -78,7 +78,7 @@ impl Inside {
     fn guest(&mut self) -> &mut Guest {
         self.guest.get_or_insert_with(|| {
             let root = self.jail.take().unwrap().file_server_root();
-            let mut guest = Guest::new(FileSystem::new("thaw", root).unwrap());
+            let mut guest = Guest::new(FileSystem::new("thaw", root, 1).unwrap());
             guest.mount();
             guest
         })

@@ -1,7 +1,12 @@
-//! The file system device (virtio 1.2, 5.11): FUSE over two queues, no DAX window.
+//! The file system device (virtio 1.2, 5.11): FUSE over a queue for messages with priority and one for
+//! requests a vCPU, no DAX window.
 //!
-//! The tree is served by virtiofsd's library ([`server`]), in one worker thread, so requests are
-//! answered in the order in which the driver makes them available. The library sees
+//! Linux sends a request in the queue of the vCPU that makes it, and that vCPU takes the interrupt for
+//! the answer. With one queue for all, an answer would mostly interrupt another vCPU, which would have
+//! to be woken first and then wake the right one: twice as many exits.
+//!
+//! The tree is served by virtiofsd's library ([`server`]), in one worker thread, so requests of a queue
+//! are answered in the order in which the driver makes them available. The library sees
 //! guest memory through [`view`] and the host through [`export`], which checks what the library
 //! does not.
 //!
@@ -57,17 +62,18 @@ use super::{Activation, ActiveQueue, Device, DeviceError, DeviceType, config_spa
 /// Bytes of the tag in configuration space, zero-padded but not always zero-terminated.
 const TAG_SIZE: usize = 36;
 
-/// Queues for requests, beside the one for messages with priority.
-const REQUEST_QUEUES: u32 = 1;
+/// The most queues for requests: each costs event descriptors and an interrupt at each restore, while
+/// the vCPUs of a guest that has more of them share queues.
+const MOST_REQUEST_QUEUES: u8 = 8;
 
 /// Size of the queue for messages with priority, which are FUSE_FORGETs.
 const PRIORITY_QUEUE_SIZE: u16 = 128;
 
-/// Size of the request queue. The driver puts no more pages into a request than the queue has
+/// Size of a request queue. The driver puts no more pages into a request than the queue has
 /// descriptors, less a few for headers, and 256 pages are the most that FUSE_INIT agrees on.
 const REQUEST_QUEUE_SIZE: u16 = 512;
 
-/// Requests of a queue that are served before the other queue and the stop event are looked at.
+/// Requests of a queue that are served before the other queues and the stop event are looked at.
 const SHARE: usize = 16;
 
 /// Why a file system device could not be made.
@@ -89,24 +95,29 @@ pub enum FileSystemError {
 /// The file system device.
 pub struct FileSystem {
     config: [u8; TAG_SIZE + 4],
+    queue_sizes: Vec<u16>,
     server: Arc<FileServer>,
     worker: Option<Worker<Vec<ActiveQueue>>>,
 }
 
 impl FileSystem {
-    /// A device called `tag` that exports `root`. Clears the process's umask.
-    pub fn new(tag: &str, root: FileServerRoot) -> Result<Self, FileSystemError> {
+    /// A device called `tag` that exports `root` to a guest of `vcpus`. Clears the process's umask.
+    pub fn new(tag: &str, root: FileServerRoot, vcpus: u8) -> Result<Self, FileSystemError> {
         if tag.is_empty() || tag.len() > TAG_SIZE || tag.contains('\0') {
             return Err(FileSystemError::Tag(tag.into()));
         }
         let mut config = [0; TAG_SIZE + 4];
         config[..tag.len()].copy_from_slice(tag.as_bytes());
-        config[TAG_SIZE..].copy_from_slice(&REQUEST_QUEUES.to_le_bytes());
+        let request_queues = vcpus.clamp(1, MOST_REQUEST_QUEUES);
+        config[TAG_SIZE..].copy_from_slice(&u32::from(request_queues).to_le_bytes());
+        let mut queue_sizes = vec![PRIORITY_QUEUE_SIZE];
+        queue_sizes.resize(1 + usize::from(request_queues), REQUEST_QUEUE_SIZE);
         let directory = root.directory.clone();
         let server = FileServer::new(root)
             .map_err(|source| FileSystemError::Server { directory, source })?;
         Ok(Self {
             config,
+            queue_sizes,
             server: Arc::new(server),
             worker: None,
         })
@@ -124,7 +135,7 @@ impl Device for FileSystem {
     }
 
     fn queue_sizes(&self) -> &[u16] {
-        &[PRIORITY_QUEUE_SIZE, REQUEST_QUEUE_SIZE]
+        &self.queue_sizes
     }
 
     fn features(&self) -> u64 {
@@ -137,11 +148,16 @@ impl Device for FileSystem {
 
     fn activate(&mut self, mut activation: Activation) -> Result<(), DeviceError> {
         let priority = DeviceQueue::take(&mut activation, 0, "fs")?;
-        let requests = DeviceQueue::take(&mut activation, 1, "fs")?;
+        let mut queues = vec![priority, DeviceQueue::take(&mut activation, 1, "fs")?];
+        // A driver need not use all of them.
+        while let Some(queue) = activation.queues.first() {
+            let index = queue.index;
+            queues.push(DeviceQueue::take(&mut activation, index, "fs")?);
+        }
         let mut service = Service {
             view: View::new(activation.memory)?,
             server: self.server.clone(),
-            queues: [priority, requests],
+            queues,
         };
         let poll = Poll::new()?;
         for (token, queue) in (0..).zip(&service.queues) {
@@ -194,7 +210,7 @@ impl Device for FileSystem {
 struct Service {
     view: View,
     server: Arc<FileServer>,
-    queues: [DeviceQueue; 2],
+    queues: Vec<DeviceQueue>,
 }
 
 impl Service {
@@ -226,7 +242,8 @@ impl Service {
 
     fn into_queues(self) -> Vec<ActiveQueue> {
         let memory = self.view.memory();
-        self.queues.map(|queue| queue.into_active(memory)).into()
+        let queues = self.queues.into_iter();
+        queues.map(|queue| queue.into_active(memory)).collect()
     }
 }
 

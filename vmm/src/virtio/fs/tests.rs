@@ -14,6 +14,7 @@ use crate::virtio::test_driver::{
 
 const PRIORITY_RINGS: u64 = 0x1000;
 const REQUEST_RINGS: u64 = 0x8000;
+const REQUEST_RINGS_SIZE: u64 = 0x8000;
 /// Where messages are put, and where replies are wanted.
 const MESSAGE: u64 = 0x10_0000;
 const REPLY: u64 = 0x20_0000;
@@ -29,25 +30,41 @@ struct Guest {
     memory: GuestMemoryMmap,
     priority: DriverQueue,
     requests: DriverQueue,
+    /// Queues for requests beside the first.
+    others: Vec<DriverQueue>,
     interrupt: Arc<TestInterrupt>,
     unique: u64,
 }
 
 impl Guest {
     fn new(export: &Path) -> Self {
+        Self::with_queues(export, 1, 1)
+    }
+
+    /// A guest of `vcpus` whose driver uses `queues` for requests.
+    fn with_queues(export: &Path, vcpus: u8, queues: u16) -> Self {
         let root = FileServerRoot::without_jail(export).unwrap();
         let memory = memory(MEMORY);
         let interrupt = Arc::new(TestInterrupt::default());
         let queue = |index, size, base| DriverQueue::new(&memory, &interrupt, index, size, base);
         let mut guest = Guest {
-            device: FileSystem::new("thaw", root).unwrap(),
+            device: FileSystem::new("thaw", root, vcpus).unwrap(),
             priority: queue(0, PRIORITY_QUEUE_SIZE, PRIORITY_RINGS),
             requests: queue(1, REQUEST_QUEUE_SIZE, REQUEST_RINGS),
+            others: (1..queues)
+                .map(|number| {
+                    let base = REQUEST_RINGS + REQUEST_RINGS_SIZE * u64::from(number);
+                    queue(1 + number, REQUEST_QUEUE_SIZE, base)
+                })
+                .collect(),
             memory,
             interrupt,
             unique: 1,
         };
-        let queues = vec![guest.priority.device_side(), guest.requests.device_side()];
+        let all = [&guest.priority, &guest.requests]
+            .into_iter()
+            .chain(&guest.others);
+        let queues = all.map(DriverQueue::device_side).collect();
         guest.activate(queues);
         guest
     }
@@ -131,14 +148,31 @@ fn export() -> tempfile::TempDir {
 }
 
 #[test]
-fn test_configuration_space_has_the_tag_and_one_request_queue() {
+fn test_configuration_space_has_the_tag_and_a_request_queue_a_vcpu() {
     let export = export();
-    let root = FileServerRoot::without_jail(export.path()).unwrap();
-    let device = FileSystem::new("thaw", root).unwrap();
-    let mut config = [0xff; 44];
-    device.read_config(0, &mut config);
-    assert_eq!(&config[..5], b"thaw\0");
-    assert_eq!(&config[36..], [1, 0, 0, 0, 0, 0, 0, 0]);
+    for (vcpus, queues) in [(1, 1), (3, 3), (255, 8)] {
+        let root = FileServerRoot::without_jail(export.path()).unwrap();
+        let device = FileSystem::new("thaw", root, vcpus).unwrap();
+        let mut config = [0xff; 44];
+        device.read_config(0, &mut config);
+        assert_eq!(&config[..5], b"thaw\0");
+        assert_eq!(&config[36..], [queues, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(device.queue_sizes().len(), 1 + usize::from(queues));
+    }
+}
+
+#[test]
+fn test_requests_of_every_queue_are_answered() {
+    let export = export();
+    for (vcpus, queues) in [(3, 3), (8, 2)] {
+        let mut guest = Guest::with_queues(export.path(), vcpus, queues);
+        guest.init().unwrap();
+        for number in 0..guest.others.len() {
+            std::mem::swap(&mut guest.requests, &mut guest.others[number]);
+            assert_eq!(guest.lookup("file").unwrap().attr.size, 4);
+        }
+        assert_eq!(guest.device.deactivate().len(), 1 + usize::from(queues));
+    }
 }
 
 #[test]
@@ -146,18 +180,18 @@ fn test_a_tag_that_does_not_fit_is_refused() {
     let export = export();
     for tag in ["", "x\0y", &"x".repeat(37)] {
         let root = FileServerRoot::without_jail(export.path()).unwrap();
-        let error = FileSystem::new(tag, root).err().unwrap();
+        let error = FileSystem::new(tag, root, 1).err().unwrap();
         assert!(matches!(error, FileSystemError::Tag(_)));
     }
     let root = FileServerRoot::without_jail(export.path()).unwrap();
-    assert!(FileSystem::new(&"x".repeat(36), root).is_ok());
+    assert!(FileSystem::new(&"x".repeat(36), root, 1).is_ok());
 }
 
 #[test]
 fn test_a_missing_queue_is_an_error() {
     let export = export();
     let root = FileServerRoot::without_jail(export.path()).unwrap();
-    let mut device = FileSystem::new("thaw", root).unwrap();
+    let mut device = FileSystem::new("thaw", root, 1).unwrap();
     let memory = memory(MEMORY);
     let interrupt = Arc::new(TestInterrupt::default());
     let queue = DriverQueue::new(&memory, &interrupt, 0, 128, PRIORITY_RINGS);
