@@ -1,16 +1,14 @@
 //! The agent's side of the helper: executes it, sends the request, takes the reply.
 
 use std::ffi::CString;
-use std::io::{self, IoSlice};
+use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use nix::spawn::{PosixSpawnAttr, PosixSpawnFileActions, PosixSpawnFlags, posix_spawn};
 use nix::sys::signal::{SigSet, Signal};
-use nix::sys::socket::{
-    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, sendmsg, socketpair,
-};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use ttrpc::Code;
 
 use crate::protocol::{HELPER_NAME, MESSAGE_LIMIT, Reply, Request};
@@ -76,17 +74,7 @@ impl Launcher {
         if message.len() > MESSAGE_LIMIT {
             return Err(io::Error::other("the request is too long"));
         }
-        let raw: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
-        let rights = [ControlMessage::ScmRights(&raw)];
-        let control = if raw.is_empty() {
-            &rights[..0]
-        } else {
-            &rights[..]
-        };
-        let send = |socket: &OwnedFd| {
-            let parts = [IoSlice::new(&message)];
-            sendmsg::<()>(socket.as_raw_fd(), &parts, control, MsgFlags::empty(), None)
-        };
+        let send = |socket: &OwnedFd| sys::send(socket, &message, descriptors);
         // One that has died while it waited does not take the request.
         while let Some(socket) = self.take_ready() {
             if send(&socket).is_ok() {

@@ -6,7 +6,7 @@ use std::mem;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
@@ -191,6 +191,24 @@ pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> nix::Result<(usize, Vec<
         }
     }
     Ok((message.bytes, descriptors))
+}
+
+/// Sends one message, with descriptors. A peer that is gone is an error, not a signal.
+pub fn send(
+    socket: impl AsFd,
+    message: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> nix::Result<usize> {
+    let descriptors: Vec<_> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&descriptors)];
+    let control = if descriptors.is_empty() {
+        &rights[..0]
+    } else {
+        &rights[..]
+    };
+    let parts = [io::IoSlice::new(message)];
+    let socket = socket.as_fd().as_raw_fd();
+    sendmsg::<()>(socket, &parts, control, MsgFlags::MSG_NOSIGNAL, None)
 }
 
 /// Takes over what `accept4` and the like return.

@@ -3,12 +3,10 @@
 //! The process waits; the helper does what only it can (mappings, cgroup) and says to go on; the process
 //! is set up and says so, or why not; the helper sets its limits and says to go on.
 
-use std::io::{self, IoSlice};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use nix::sys::socket::{
-    AddressFamily, ControlMessage, MsgFlags, SockFlag, SockType, recv, sendmsg, socketpair,
-};
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, socketpair};
 use serde::{Deserialize, Serialize};
 use ttrpc::Code;
 
@@ -45,7 +43,8 @@ impl Channel {
 
     /// Lets the other side go on.
     pub fn go_on(&self) -> io::Result<()> {
-        self.send(b"go on", None)
+        sys::send(&self.0, b"go on", &[])?;
+        Ok(())
     }
 
     /// Waits for that.
@@ -79,25 +78,9 @@ impl Channel {
     }
 
     fn report(&self, report: &Report, terminal: Option<&OwnedFd>) -> io::Result<()> {
-        self.send(&serde_json::to_vec(report)?, terminal)
-    }
-
-    fn send(&self, message: &[u8], terminal: Option<&OwnedFd>) -> io::Result<()> {
-        let descriptors: Vec<_> = terminal.iter().map(|fd| fd.as_raw_fd()).collect();
-        let rights = [ControlMessage::ScmRights(&descriptors)];
-        let control = if descriptors.is_empty() {
-            &rights[..0]
-        } else {
-            &rights[..]
-        };
-        let parts = [IoSlice::new(message)];
-        sendmsg::<()>(
-            self.0.as_raw_fd(),
-            &parts,
-            control,
-            MsgFlags::MSG_NOSIGNAL,
-            None,
-        )?;
+        let message = serde_json::to_vec(report)?;
+        let terminal = terminal.map(AsFd::as_fd);
+        sys::send(&self.0, &message, terminal.as_slice())?;
         Ok(())
     }
 

@@ -24,13 +24,11 @@ mod user_namespace;
 
 use std::error::Error;
 use std::fs;
-use std::io::IoSlice;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::process::ExitCode;
 
 use nix::sys::resource::{Resource, setrlimit};
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::unistd::{Uid, dup2_stderr, dup2_stdin, dup2_stdout, fchown};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -74,21 +72,8 @@ pub fn run() -> ExitCode {
 
 fn answer(reply: &Reply, terminal: Option<&OwnedFd>) -> Result<(), Box<dyn Error>> {
     let message = serde_json::to_vec(reply)?;
-    let descriptors: Vec<_> = terminal.iter().map(|fd| fd.as_raw_fd()).collect();
-    let rights = [ControlMessage::ScmRights(&descriptors)];
-    let control = if descriptors.is_empty() {
-        &rights[..0]
-    } else {
-        &rights[..]
-    };
-    let socket = std::io::stdin().as_raw_fd();
-    sendmsg::<()>(
-        socket,
-        &[IoSlice::new(&message)],
-        control,
-        MsgFlags::empty(),
-        None,
-    )?;
+    let terminal = terminal.map(AsFd::as_fd);
+    sys::send(std::io::stdin(), &message, terminal.as_slice())?;
     Ok(())
 }
 
