@@ -11,6 +11,7 @@ mod exec;
 mod file_cases;
 mod file_counts;
 mod files;
+mod git;
 mod group;
 mod identity;
 mod idle;

@@ -14,7 +14,8 @@ fn until(line: &str) -> String {
     format!("n=0; until {line}; do n=$((n + 1)); [ $n -lt 600 ] || exit 99; sleep 0.1; done")
 }
 
-fn mount(source: &Path, target: &str, how: &str) -> [String; 2] {
+/// Options of ctr that bind `source` at `target`, `how` being `ro` or `rw`.
+pub fn mount(source: &Path, target: &str, how: &str) -> [String; 2] {
     let source = source.display();
     [
         "--mount".into(),
