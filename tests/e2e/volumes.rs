@@ -1,9 +1,11 @@
 //! Directories of the host in a container: what is read-only stays so, and what changes on the host is seen.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
+use std::process::Stdio;
 
 use thaw_tests::{Environment, Testbed, Version, on_containerd};
 
@@ -103,7 +105,7 @@ fn changes_of_the_host() {
         let watch = "echo ready; while :; do t=$(cat /config/f) || exit 3; case $t in one) ;; two) exit 0 ;; *) exit 4 ;; esac; done";
         let mut watcher = container.exec_command(["sh", "-c", watch]);
         let mut watcher = watcher
-            .stdout(std::process::Stdio::piped())
+            .stdout(Stdio::piped())
             .spawn()
             .expect("ctr is there");
         let mut ready = [0; 6];
@@ -115,15 +117,26 @@ fn changes_of_the_host() {
             ended.success(),
             "{ended}: something else than the old or the new content was read"
         );
-        // Removed by the host, made by the guest.
+        // Removed by the host, made by the guest, which has seen it until then; and replaced.
         fs::write(at("g"), "host").expect("it can be written");
-        container
-            .exec_shell(&until("cat /rw/g 2> /dev/null"))
-            .succeeded();
+        fs::write(at("h"), "old").expect("it can be written");
+        let line = "cat /rw/g /rw/h > /dev/null; echo ready; read -r _; echo x > /rw/g; cat /rw/h";
+        let mut guest = container.exec_command(["sh", "-c", line]);
+        let mut guest = guest
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("ctr is there");
+        let mut output = BufReader::new(guest.stdout.take().expect("it is a pipe"));
+        let mut said = String::new();
+        output.read_line(&mut said).expect("it says so");
         fs::remove_file(at("g")).expect("it can be removed");
-        container
-            .exec_shell("echo x > /rw/g; ls /rw; cat /rw/g")
-            .succeeded();
+        fs::write(at("h.new"), "new").expect("it can be written");
+        fs::rename(at("h.new"), at("h")).expect("it can be renamed");
+        drop(guest.stdin.take().map(|mut input| input.write_all(b"\n")));
+        output.read_to_string(&mut said).expect("it can be read");
+        assert!(guest.wait().expect("it is a child").success());
+        assert_eq!(said, "ready\nnew");
         assert_eq!(fs::read_to_string(at("g")).ok().as_deref(), Some("x\n"));
     });
 }
@@ -183,7 +196,7 @@ fn sockets_on_volumes() {
         let (one, two) = (container(bed), container(bed));
         let mut listener = one.exec_command(["/v/file-cases", "listen", "/v/s"]);
         let mut listener = listener
-            .stdout(std::process::Stdio::piped())
+            .stdout(Stdio::piped())
             .spawn()
             .expect("ctr is there");
         let mut said = [0; 10];

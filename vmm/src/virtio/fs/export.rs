@@ -20,6 +20,7 @@ use virtiofsd::passthrough::{CachePolicy, Config, NegotiationMode, PassthroughFs
 use super::counts::FileCounts;
 use super::freshness::Freshness;
 use super::root::FileServerRoot;
+use super::stale::StaleNames;
 
 /// How long the guest may believe a name or an attribute without asking again: the host (`docker cp`,
 /// another sandbox with the same volume) may change files too.
@@ -36,9 +37,24 @@ pub struct Export(Arc<Inner>);
 struct Inner {
     files: PassthroughFs,
     freshness: Freshness,
+    names: StaleNames,
     counts: Arc<FileCounts>,
     /// A guest has mounted it: FUSE_INIT was answered, and FUSE_DESTROY has not come.
     mounted: AtomicBool,
+}
+
+impl Inner {
+    /// The guest has forgotten `inode`.
+    fn forget(&self, inode: u64) {
+        self.freshness.forget(inode);
+        self.names.forget(inode);
+    }
+
+    /// The guest has forgotten all.
+    fn forget_all(&self) {
+        self.freshness.clear();
+        self.names.clear();
+    }
 }
 
 impl Export {
@@ -71,6 +87,7 @@ impl Export {
         Ok(Self(Arc::new(Inner {
             files,
             freshness: Freshness::default(),
+            names: StaleNames::default(),
             counts,
             mounted: AtomicBool::new(false),
         })))
@@ -120,14 +137,14 @@ impl FileSystem for Export {
             return Err(io::Error::from_raw_os_error(libc::EPROTO));
         }
         let options = self.0.files.init(capable)?;
-        self.0.freshness.clear();
+        self.0.forget_all();
         self.0.mounted.store(true, Ordering::Release);
         Ok(options)
     }
 
     fn destroy(&self) {
         self.0.files.destroy();
-        self.0.freshness.clear();
+        self.0.forget_all();
         self.0.mounted.store(false, Ordering::Release);
     }
 
@@ -155,13 +172,13 @@ impl FileSystem for Export {
     }
 
     fn forget(&self, context: Context, inode: u64, count: u64) {
-        self.0.freshness.forget(inode);
+        self.0.forget(inode);
         self.0.files.forget(context, inode, count);
     }
 
     fn batch_forget(&self, context: Context, requests: Vec<(u64, u64)>) {
         for (inode, _) in &requests {
-            self.0.freshness.forget(*inode);
+            self.0.forget(*inode);
         }
         self.0.files.batch_forget(context, requests);
     }
@@ -173,6 +190,9 @@ impl FileSystem for Export {
         kill_privileges: bool,
         flags: u32,
     ) -> io::Result<(Option<u64>, OpenOptions)> {
+        // Before the file is opened, which may truncate it.
+        let (attributes, _) = self.0.files.getattr(context, inode, None)?;
+        self.0.names.check(inode, attributes.nlink)?;
         let (handle, mut options) = self.0.files.open(context, inode, kill_privileges, flags)?;
         // After the file was opened, which may have truncated it.
         if let Ok((attributes, _)) = self.0.files.getattr(context, inode, handle)

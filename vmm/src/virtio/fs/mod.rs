@@ -39,6 +39,7 @@ mod export;
 mod freshness;
 mod root;
 mod server;
+mod stale;
 #[cfg(test)]
 mod tests;
 mod view;

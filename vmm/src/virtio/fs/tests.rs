@@ -269,6 +269,22 @@ fn test_what_the_host_changes_is_seen() {
 }
 
 #[test]
+fn test_a_file_that_the_host_has_removed_is_looked_up_anew_before_it_is_truncated() {
+    let export = export();
+    let mut guest = Guest::new(export.path());
+    guest.init().unwrap();
+    let entry = guest.lookup("file").unwrap();
+    let mut kept = std::fs::File::open(export.path().join("file")).unwrap();
+    std::fs::remove_file(export.path().join("file")).unwrap();
+    let flags = ((libc::O_WRONLY | libc::O_TRUNC) as u64).to_le_bytes();
+    let opened = guest.call(Opcode::Open, entry.nodeid, &[&flags]);
+    assert_eq!(opened.unwrap_err(), -libc::ESTALE);
+    assert_eq!(std::io::read_to_string(&mut kept).unwrap(), "text");
+    // Whoever comes again has no name for it.
+    guest.call(Opcode::Open, entry.nodeid, &[&flags]).unwrap();
+}
+
+#[test]
 fn test_a_mounted_device_is_not_saved() {
     let export = export();
     let mut guest = Guest::new(export.path());
