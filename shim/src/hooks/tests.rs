@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
 
 use super::*;
@@ -110,11 +111,13 @@ async fn test_a_hook_that_hangs_is_killed_with_its_descendants() {
 #[tokio::test]
 async fn test_a_process_that_a_hook_leaves_behind_keeps_nobody_waiting() {
     let bundle = tempfile::tempdir().unwrap();
+    let end = bundle.path().join("end");
+    mknodat(CWD, &end, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     // It has the hook's output open, and waits for the end of the test.
-    let script = "(while test ! -e end; do sleep 0.1; done; touch ended) & exit 0";
+    let script = "(read -r _ < end) & exit 0";
     run_here(&[shell(script)], bundle.path()).await.unwrap();
-    assert!(!bundle.path().join("ended").exists());
-    fs::write(bundle.path().join("end"), "").unwrap();
+    // It is still there: this returns once it has opened its end.
+    fs::write(end, "\n").unwrap();
 }
 
 #[test]
