@@ -19,6 +19,7 @@ use crate::facts::{Exit, KILLED};
 use crate::mounts::ContainerMounts;
 use crate::process::{Life, Process};
 use crate::sandbox::ContainerHooks;
+use crate::stdio::Streams;
 use crate::trace::Recorder;
 
 /// A container, from the moment its creation begins.
@@ -79,6 +80,8 @@ pub struct Exec {
     pub spec: Any,
     /// Its creation in the guest, under way since it was registered.
     pub prepared: AsyncMutex<Option<JoinHandle<Result<(), TaskError>>>>,
+    /// Its connections to the guest, from then until it is started.
+    streams: Mutex<Option<Arc<Streams>>>,
     /// Whether it was started, and its exit will be told.
     started: Mutex<bool>,
 }
@@ -348,6 +351,7 @@ impl Exec {
             process: Arc::new(process),
             spec,
             prepared: AsyncMutex::new(None),
+            streams: Mutex::new(None),
             started: Mutex::new(false),
         }
     }
@@ -380,6 +384,11 @@ impl Exec {
             }
         };
         result
+    }
+
+    /// Its connections to the guest, while it is created there and not started.
+    pub fn lock_streams(&self) -> MutexGuard<'_, Option<Arc<Streams>>> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock_started(&self) -> MutexGuard<'_, bool> {

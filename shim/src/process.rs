@@ -8,7 +8,7 @@ use containerd_shim_protos::protobuf::well_known_types::timestamp::Timestamp;
 use tokio::sync::watch;
 
 use crate::facts::Exit;
-use crate::stdio::{Paths, Streams};
+use crate::stdio::{Paths, Stdio, Streams};
 
 /// Where in its life a process is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,9 +93,10 @@ impl Process {
         }
     }
 
-    /// Its running streams are `streams`.
-    pub fn set_streams(&self, streams: Arc<Streams>) {
+    /// Its streams are `streams`, and are copied to and from `stdio` from now on.
+    pub fn run_streams(&self, streams: Arc<Streams>, stdio: Stdio) {
         let mut place = self.lock_streams();
+        streams.run(stdio);
         if self.stdin_closed.load(Ordering::Relaxed) {
             streams.close_stdin();
         }

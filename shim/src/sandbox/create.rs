@@ -185,10 +185,9 @@ impl Sandbox {
         let Making { spec, rootfs, .. } = making;
         let BundleSpec { json, view } = spec;
         let failed = |error: std::io::Error| TaskError::Failed(error.to_string());
-        let context = self.logger_context(&container.id);
-        let stdio = Stdio::open(&container.init.paths, context)
-            .await
-            .map_err(failed)?;
+        let stdio = self
+            .open_stdio(&container.id, &container.init.paths)
+            .await?;
 
         let root = container.bundle.join(&view.root.path);
         let memory_limit = view.linux.resources.memory.limit.and_then(positive);
@@ -241,7 +240,8 @@ impl Sandbox {
             disks: &guest.disks,
         };
         let json = guest_spec(json, side);
-        let connections = stdio.connect(&self.next_stream).map_err(failed)?;
+        let connections =
+            Connections::new(&container.init.paths, &self.next_stream).map_err(failed)?;
         let request = create_request(container, &json, connections.uris());
         let Awake { vmm, agent, .. } = guest;
         self.limit_memory(&agent, &container.id, memory_limit).await;
@@ -258,7 +258,7 @@ impl Sandbox {
         };
         match created {
             Ok(streams) => {
-                container.init.set_streams(streams);
+                container.init.run_streams(streams, stdio);
                 Ok(agent)
             }
             Err(error) => {
@@ -324,23 +324,15 @@ impl Sandbox {
         self.publisher.publish(TASK_CREATE_EVENT_TOPIC, &event);
     }
 
-    fn logger_context<'a>(&'a self, id: &'a str) -> Context<'a> {
-        Context {
+    /// Open the host's side of the streams of the process `id`.
+    pub(super) async fn open_stdio(&self, id: &str, paths: &Paths) -> Result<Stdio, TaskError> {
+        let context = Context {
             id,
             namespace: &self.home.namespace,
             mount_namespace: &self.home.mount_namespace,
-        }
-    }
-
-    /// Open and connect the streams of the exec `id`.
-    pub(super) async fn open_streams(
-        &self,
-        id: &str,
-        paths: &Paths,
-    ) -> Result<Connections, TaskError> {
-        let stdio = Stdio::open(paths, self.logger_context(id)).await;
-        let connections = stdio.and_then(|stdio| stdio.connect(&self.next_stream));
-        connections.map_err(|error| TaskError::Failed(error.to_string()))
+        };
+        let stdio = Stdio::open(paths, context).await;
+        stdio.map_err(|error| TaskError::Failed(error.to_string()))
     }
 }
 

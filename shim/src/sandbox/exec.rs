@@ -15,7 +15,7 @@ use crate::error::TaskError;
 use crate::facts::Exit;
 use crate::process::{Life, Process};
 use crate::spec::guest_process;
-use crate::stdio::Paths;
+use crate::stdio::{Connections, Paths};
 
 impl Sandbox {
     /// Register an exec. Its creation in the guest begins at once; what comes of it is told by the
@@ -62,9 +62,8 @@ impl Sandbox {
         let (vmm, agent) = (self.vmm()?, container.agent()?);
         let process = &exec.process;
         let _turn = agent.turn().await;
-        let connections = self.open_streams(&process.exec_id, &process.paths).await?;
-        // From now on, so that an input that is closed before the start finds its stream.
-        process.set_streams(connections.streams.clone());
+        let connections = Connections::new(&process.paths, &self.next_stream)
+            .map_err(|error| TaskError::Failed(error.to_string()))?;
         let [stdin, stdout, stderr] = connections.uris();
         let request = ExecProcessRequest {
             id: container.guest_id.clone(),
@@ -78,7 +77,10 @@ impl Sandbox {
         };
         let created = async { agent.exec(&request).await.map_err(TaskError::from) };
         match tokio::try_join!(created, connect_streams(vmm, connections)) {
-            Ok(_) => Ok(()),
+            Ok((_, streams)) => {
+                *exec.lock_streams() = Some(streams);
+                Ok(())
+            }
             Err(error) => Err(self.explain(vmm, error).await),
         }
     }
@@ -107,7 +109,13 @@ impl Sandbox {
         };
         let (vmm, agent) = (self.vmm()?.clone(), container.agent()?.clone());
         let started = async {
-            exec.wait_prepared().await?;
+            // Not before: a client whose start does not come here lets go of its FIFOs only while nobody
+            // has opened them.
+            let stdio = self.open_stdio(&process.exec_id, &process.paths);
+            let (stdio, ()) = tokio::try_join!(stdio, exec.wait_prepared())?;
+            if let Some(streams) = exec.lock_streams().take() {
+                process.run_streams(streams, stdio);
+            }
             let _turn = agent.turn().await;
             // Asked for its end beside its start: one round trip less for what ends at once. What
             // comes of it is told after the start, which is what `starting` is for.

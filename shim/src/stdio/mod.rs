@@ -46,6 +46,17 @@ pub struct Paths {
     pub terminal: bool,
 }
 
+impl Paths {
+    /// Which streams there are: standard input, output, error.
+    fn streams(&self) -> [bool; 3] {
+        // One logger for both outputs, whether the second names it or not.
+        let logger = matches!(Logger::parse(&self.stdout), Ok(Some(_)));
+        let (stdin, stdout) = (!self.stdin.is_empty(), !self.stdout.is_empty());
+        let stderr = !self.terminal && (!self.stderr.is_empty() || logger);
+        [stdin, stdout, stderr]
+    }
+}
+
 /// The host's side of a process' streams, opened.
 #[derive(Debug)]
 pub struct Stdio {
@@ -116,47 +127,12 @@ impl Stdio {
         }
         Ok(stdio)
     }
-
-    /// Give each stream an id, from `next_id` on, and make its connection.
-    pub fn connect(self, next_id: &AtomicU64) -> io::Result<Connections> {
-        let streams = Arc::new(Streams::default());
-        *streams.lock_logger() = self.logger;
-        let mut connections = Connections {
-            streams: streams.clone(),
-            guest_ends: Vec::new(),
-            uris: [String::new(), String::new(), String::new()],
-        };
-        if let Some(Input { source, hold }) = self.stdin {
-            let stream = connections.add(0, next_id)?;
-            *streams.lock_hold() = hold.map(OwnedFd::from);
-            let task = tokio::spawn(copy::to_guest(source, stream));
-            *streams.stdin.lock().unwrap_or_else(PoisonError::into_inner) = Some(task);
-        }
-        for (index, output) in [(1, self.stdout), (2, self.stderr)] {
-            let Some(Output { sink, hold }) = output else {
-                continue;
-            };
-            let stream = connections.add(index, next_id)?;
-            let moved = streams.moved.clone();
-            let task = tokio::spawn(async move {
-                copy::from_guest(stream, sink, &moved).await;
-                // Until here, so that the FIFO has had a reader all the time.
-                drop(hold);
-            });
-            streams
-                .outputs
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(task);
-        }
-        Ok(connections)
-    }
 }
 
-/// Streams whose host side runs, and the ends that the guest is to have.
+/// The connections of a process' streams, nothing being copied yet.
 #[derive(Debug)]
 pub struct Connections {
-    /// The running copies.
+    /// The host's side.
     pub streams: Arc<Streams>,
     /// One descriptor for each stream, to be connected to the agent's stream port.
     pub guest_ends: Vec<OwnedFd>,
@@ -164,14 +140,28 @@ pub struct Connections {
 }
 
 impl Connections {
-    fn add(&mut self, index: usize, next_id: &AtomicU64) -> io::Result<UnixStream> {
-        let id = next_id.fetch_add(1, Ordering::Relaxed);
-        let (mut host, guest) = StdUnixStream::pair()?;
-        host.write_all(&StreamHeader { id }.encode())?;
-        host.set_nonblocking(true)?;
-        self.guest_ends.push(guest.into());
-        self.uris[index] = stream_uri(id);
-        UnixStream::from_std(host)
+    /// Give each stream of `paths` an id, from `next_id` on, and make its connection.
+    pub fn new(paths: &Paths, next_id: &AtomicU64) -> io::Result<Self> {
+        let (mut ends, mut uris) = (<[_; 3]>::default(), <[_; 3]>::default());
+        let mut guest_ends = Vec::new();
+        for (index, there) in paths.streams().into_iter().enumerate() {
+            if there {
+                let id = next_id.fetch_add(1, Ordering::Relaxed);
+                let (mut host, guest) = StdUnixStream::pair()?;
+                host.write_all(&StreamHeader { id }.encode())?;
+                host.set_nonblocking(true)?;
+                guest_ends.push(guest.into());
+                uris[index] = stream_uri(id);
+                ends[index] = Some(UnixStream::from_std(host)?);
+            }
+        }
+        let streams = Streams::default();
+        *streams.lock_ends() = ends;
+        Ok(Self {
+            streams: Arc::new(streams),
+            guest_ends,
+            uris,
+        })
     }
 
     /// How a request to the agent names the streams: standard input, output, error.
@@ -180,9 +170,11 @@ impl Connections {
     }
 }
 
-/// The running copies of one process' streams. Dropping it ends them.
+/// The host's side of one process' streams. Dropping it ends them.
 #[derive(Debug, Default)]
 pub struct Streams {
+    /// Of the connections to the guest, until they are copied: standard input, output, error.
+    ends: Mutex<[Option<UnixStream>; 3]>,
     hold: Mutex<Option<OwnedFd>>,
     stdin: Mutex<Option<JoinHandle<()>>>,
     outputs: Mutex<Vec<JoinHandle<()>>>,
@@ -192,6 +184,30 @@ pub struct Streams {
 }
 
 impl Streams {
+    /// Copy between `stdio`, which was opened for the same paths, and the guest.
+    pub fn run(&self, stdio: Stdio) {
+        let [stdin, stdout, stderr] = std::mem::take(&mut *self.lock_ends());
+        *self.lock_logger() = stdio.logger;
+        if let (Some(Input { source, hold }), Some(stream)) = (stdio.stdin, stdin) {
+            *self.lock_hold() = hold.map(OwnedFd::from);
+            let task = tokio::spawn(copy::to_guest(source, stream));
+            *self.stdin.lock().unwrap_or_else(PoisonError::into_inner) = Some(task);
+        }
+        for (output, stream) in [(stdio.stdout, stdout), (stdio.stderr, stderr)] {
+            let (Some(Output { sink, hold }), Some(stream)) = (output, stream) else {
+                continue;
+            };
+            let moved = self.moved.clone();
+            let task = tokio::spawn(async move {
+                copy::from_guest(stream, sink, &moved).await;
+                // Until here, so that the FIFO has had a reader all the time.
+                drop(hold);
+            });
+            let mut outputs = self.outputs.lock().unwrap_or_else(PoisonError::into_inner);
+            outputs.push(task);
+        }
+    }
+
     /// No input comes any more: what is in the FIFO is delivered, then the guest sees end of file.
     pub fn close_stdin(&self) {
         drop(self.lock_hold().take());
@@ -253,6 +269,10 @@ impl Streams {
         for task in outputs.drain(..) {
             task.abort();
         }
+    }
+
+    fn lock_ends(&self) -> std::sync::MutexGuard<'_, [Option<UnixStream>; 3]> {
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock_logger(&self) -> std::sync::MutexGuard<'_, Option<Running>> {

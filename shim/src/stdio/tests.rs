@@ -52,7 +52,8 @@ async fn open(paths: &Paths) -> io::Result<Stdio> {
 
 async fn connect(paths: &Paths) -> (Arc<Streams>, Vec<StdUnixStream>) {
     let stdio = open(paths).await.unwrap();
-    let connections = stdio.connect(&AtomicU64::new(1)).unwrap();
+    let connections = Connections::new(paths, &AtomicU64::new(1)).unwrap();
+    connections.streams.run(stdio);
     let ends = connections.guest_ends.into_iter().map(guest_end).collect();
     (connections.streams, ends)
 }
@@ -195,8 +196,7 @@ async fn test_a_terminal_has_no_error_stream_and_no_stream_has_no_uri() {
     let mut fifos = fifos();
     fifos.paths.terminal = true;
     fifos.paths.stdin.clear();
-    let stdio = open(&fifos.paths).await.unwrap();
-    let connections = stdio.connect(&AtomicU64::new(7)).unwrap();
+    let connections = Connections::new(&fifos.paths, &AtomicU64::new(7)).unwrap();
     assert_eq!(connections.uris(), ["", "stream://7", ""]);
     assert_eq!(connections.guest_ends.len(), 1);
 }

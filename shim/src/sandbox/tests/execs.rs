@@ -1,7 +1,11 @@
 //! Execs that do not run: not yet started, in a frozen container, deleted; and what is told of a
 //! container that has ended.
 
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+
 use containerd_shim_protos::api::{StatsRequest, StatsResponse};
+use rustix::fs::OFlags;
 
 use super::*;
 
@@ -48,6 +52,45 @@ fn test_an_exec_that_is_deleted_before_its_start_is_gone_at_once() {
         );
         scene.delete("").await.unwrap();
         scene.assert_nothing_left(pid).await;
+    });
+}
+
+/// A client whose containerd dies before the start has come here waits for the ends of its FIFOs, and
+/// lets go of them only while nobody has opened them.
+#[test]
+fn test_the_fifos_of_an_exec_are_its_client_s_until_it_is_started() {
+    scene(|scene| async move {
+        scene.create().await;
+        scene.start("").await.unwrap();
+        let path = scene.path("exec-stdout");
+        mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let request = ExecProcessRequest {
+            id: "web".into(),
+            exec_id: "one".into(),
+            stdout: scene.stream("exec-stdout"),
+            spec: Some(Any {
+                value: b"{}".to_vec(),
+                ..Any::default()
+            })
+            .into(),
+            ..ExecProcessRequest::default()
+        };
+        scene.sandbox.clone().exec(request).await.unwrap();
+        let exec = scene.sandbox.container("web").unwrap().exec("one").unwrap();
+        exec.wait_prepared().await.unwrap();
+        let mut options = fs::OpenOptions::new();
+        let mut client = options
+            .read(true)
+            .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
+            .open(&path)
+            .unwrap();
+        let mut text = String::new();
+        assert_eq!(client.read_to_string(&mut text).unwrap(), 0);
+        scene.start("one").await.unwrap();
+        scene.agent.end("exec-1", "done", 0).await;
+        assert_eq!(scene.wait("one").await, 0);
+        client.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "done");
     });
 }
 
