@@ -213,6 +213,10 @@ pub fn code(status: ExitStatus) -> i32 {
         .unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }
 
+/// How long a process that is late has to say what it waits for: a program written in Go prints that at
+/// SIGQUIT.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+
 /// Kills a process that does not end in time.
 pub struct Alarm {
     done: mpsc::Sender<()>,
@@ -225,10 +229,15 @@ impl Alarm {
         let (done, stopped) = mpsc::channel();
         let pid = Pid::from_raw(child.id().cast_signed());
         let thread = thread::spawn(move || {
-            let late = stopped.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout);
+            let still_runs =
+                |limit| stopped.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Timeout);
+            let late = still_runs(limit);
+            // Not waited for yet, since the alarm is stopped after that: the pid is still its own.
             if late {
-                // Not waited for yet, since the alarm is stopped after that: the pid is still its own.
-                let _ = kill(pid, Signal::SIGKILL);
+                let _ = kill(pid, Signal::SIGQUIT);
+                if still_runs(LAST_WORDS) {
+                    let _ = kill(pid, Signal::SIGKILL);
+                }
             }
             late
         });
