@@ -3,11 +3,56 @@
 //! That nothing is left is shown after every test (see `thaw_tests::on_containerd`); here it has to
 //! be true although a process of the sandbox was killed.
 
+use std::fs::{self, File};
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use tempfile::TempDir;
 use thaw_tests::{Testbed, Version, on_containerd, on_each_containerd, thaw};
+
+use super::volumes::mount;
+
+/// How many files a [`Source`] has.
+const FILES: usize = 1000;
+
+/// A directory of the user's that is to be mounted, with one of its files open.
+struct Source {
+    directory: TempDir,
+    _open: File,
+}
+
+impl Source {
+    fn new(bed: &Testbed) -> Self {
+        let directory = bed.directory();
+        for number in 0..FILES {
+            fs::write(
+                directory.path().join(number.to_string()),
+                format!("{number}"),
+            )
+            .expect("it can be written");
+        }
+        let open = File::open(directory.path().join("7")).expect("it is there");
+        Self {
+            directory,
+            _open: open,
+        }
+    }
+
+    fn options(&self) -> [String; 2] {
+        mount(self.directory.path(), "/source", "rw")
+    }
+
+    #[track_caller]
+    fn assert_whole(&self) {
+        let entries = fs::read_dir(self.directory.path()).expect("it is there");
+        assert_eq!(entries.count(), FILES);
+        for number in 0..FILES {
+            let content = fs::read_to_string(self.directory.path().join(number.to_string()));
+            assert_eq!(content.ok(), Some(format!("{number}")));
+        }
+    }
+}
 
 fn kill_process(pid: i32) {
     kill(Pid::from_raw(pid), Signal::SIGKILL)
@@ -70,8 +115,9 @@ fn processes_of(id: &str) -> Vec<i32> {
 /// A process is killed at some moment of a start, `times` times: each time another one, later.
 fn killed_while_starting(bed: &Testbed, times: u32) {
     let whole = bed.run().command(["true"]).output().succeeded().took;
+    let source = Source::new(bed);
     for turn in 0..times {
-        let run = bed.run().command(["sleep", "5"]);
+        let run = bed.run().options(source.options()).command(["sleep", "5"]);
         let ctr = run.spawn();
         let moment = whole * (turn + 1) / times;
         // The moment is arbitrary: nothing is waited for.
@@ -94,6 +140,23 @@ fn killed_while_starting(bed: &Testbed, times: u32) {
             "one of {processes:?} was killed {moment:?} after the start"
         ));
     }
+    source.assert_whole();
+}
+
+/// A start that fails leaves what it was to mount as it was, and nothing mounted.
+#[test]
+fn failed_starts_leave_their_volumes() {
+    on_containerd(Version::V2_1, "failed_starts_leave_their_volumes", |bed| {
+        let source = Source::new(bed);
+        for _ in 0..12 {
+            let run = bed.run().options(source.options()).command(["/missing"]);
+            let output = run.output();
+            assert!(output.stderr().contains("/missing"), "{output}");
+            bed.remove_containers();
+            bed.assert_clean("its program is missing");
+        }
+        source.assert_whole();
+    });
 }
 
 /// At any moment of a start.

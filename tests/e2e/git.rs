@@ -18,7 +18,7 @@ git config --global safe.directory '*'
 git init -q -b main /v/one
 cd /v/one
 n=0
-while [ $n -lt 150 ]; do
+while [ $n -lt 30 ]; do
   mkdir -p d$((n % 10))/e$((n % 3))
   echo "the content of $n" > d$((n % 10))/e$((n % 3))/f$n
   n=$((n + 1))
@@ -33,7 +33,6 @@ git rm -q -r d3
 echo changed > d4/e1/f4
 git commit -q -a -m two
 git clone -q file:///v/one /v/two
-git clone -q --local /v/one /v/three
 cd /v/two
 git checkout -q main
 git checkout -q -
@@ -45,14 +44,13 @@ git push -q origin third
 cd /v/one
 git checkout -q third
 git gc -q
-git repack -q -a -d
-for repository in /v/one /v/two /v/three; do
+for repository in /v/one /v/two; do
   cd $repository
   git fsck --strict --no-progress
   git status --porcelain
-  git rev-list --count HEAD
 done
-git -C /v/one ls-tree -r HEAD | wc -l
+git rev-list --count HEAD
+git ls-tree -r HEAD | wc -l
 "#;
 
 /// The host's git with its libraries in `directory`, as programs that need nothing else but a shell.
@@ -114,8 +112,8 @@ fn clone_checkout_and_gc() {
             .shell(SCRIPT)
             .output()
             .succeeded();
-        assert_eq!(run.stdout(), "3\n3\n2\n137\n", "{run}");
-        for repository in ["one", "two", "three"] {
+        assert_eq!(run.stdout(), "3\n29\n", "{run}");
+        for repository in ["one", "two"] {
             for arguments in [["fsck", "--strict"], ["status", "--porcelain"]] {
                 let output = Command::new(find_git())
                     .args(["-c", "safe.directory=*", "-C"])

@@ -3,8 +3,9 @@
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 
+use tempfile::TempDir;
 use thaw_tests::task::{Output, Streams, Task, fifo, process, shell};
-use thaw_tests::{Finished, NAMESPACE, finish_when_ready, on_each_containerd};
+use thaw_tests::{Finished, NAMESPACE, Testbed, finish_when_ready, on_each_containerd};
 
 /// The numbers up to `last`, one a line.
 fn numbers(last: u32) -> Vec<u8> {
@@ -14,16 +15,26 @@ fn numbers(last: u32) -> Vec<u8> {
 }
 
 /// How often a burst is made, by containers and by programs in one: fifty times in all.
-const CONTAINERS: usize = 25;
-const EXECS: usize = 25;
+const CONTAINERS: usize = 10;
+const EXECS: usize = 40;
 /// How many of them at once.
 const AT_ONCE: usize = 5;
 
-/// Has `burst` write 100,000 lines to standard error and exit at once, `times` times.
+/// A file of 100,000 lines, and options that have it at `/numbers`: to write them is what is tried, and
+/// not to make them.
+fn lines(bed: &Testbed) -> (TempDir, [String; 2]) {
+    let directory = bed.directory();
+    let file = directory.path().join("numbers");
+    std::fs::write(&file, numbers(100_000)).expect("it can be written");
+    let options = super::volumes::mount(&file, "/numbers", "ro");
+    (directory, options)
+}
+
+/// Has `burst` write those lines to standard error and exit at once, `times` times.
 fn bursts(times: usize, burst: impl Fn(&str) -> Finished + Sync) {
     let expected = numbers(100_000);
     let burst = || {
-        let ended = burst("seq 1 100000 >&2; exit 3");
+        let ended = burst("cat /numbers >&2; exit 3");
         let (lines, bytes) = (
             ended.err.iter().filter(|byte| **byte == b'\n').count(),
             ended.err.len(),
@@ -56,8 +67,9 @@ on_each_containerd! {
 
     /// The end of a great deal of output is there, though the program ends at once.
     fn burst_then_exit(bed: &Testbed) {
-        bursts(CONTAINERS, |line| bed.run().shell(line).output());
-        let sleeper = bed.sleeper();
+        let (_directory, options) = lines(bed);
+        bursts(CONTAINERS, |line| bed.run().options(options.clone()).shell(line).output());
+        let sleeper = bed.run().options(options).command(["sleep", "3600"]).detach();
         bursts(EXECS, |line| sleeper.exec_shell(line));
         let run = bed.run().command(["seq", "1", "100000"]).output().succeeded();
         assert!(run.out == numbers(100_000), "{run}");
