@@ -17,6 +17,7 @@ use crate::exits::Exit;
 use crate::process::{Phase, Process};
 use crate::protocol::{Place, process_file};
 use crate::status::Refusal;
+use crate::volumes::Held;
 
 /// How long the last processes of a container may take to die after they have been killed.
 const DYING: Duration = Duration::from_secs(2);
@@ -32,6 +33,8 @@ pub struct Container {
     pub init: Arc<Process>,
     /// Its cgroup.
     pub cgroup: Cgroup,
+    /// What it binds of the host.
+    volumes: Held,
     execs: Mutex<HashMap<String, Arc<Process>>>,
     /// Held shared by what makes a process join, exclusively by a pause: one that is frozen half-way in
     /// would hold its helper until the container is resumed.
@@ -44,12 +47,19 @@ pub struct Container {
 
 impl Container {
     /// A container whose first process is being made.
-    pub fn new(place: Place, client_bundle: String, init: Process, cgroup: Cgroup) -> Self {
+    pub fn new(
+        place: Place,
+        client_bundle: String,
+        init: Process,
+        cgroup: Cgroup,
+        volumes: Held,
+    ) -> Self {
         Self {
             place,
             client_bundle,
             init: Arc::new(init),
             cgroup,
+            volumes,
             execs: Mutex::default(),
             joining: RwLock::default(),
             paused: AtomicBool::new(false),
@@ -170,6 +180,7 @@ impl Container {
             disks::settle_root();
         }
         disks::write_back();
+        self.volumes.release();
         if let Err(error) = self.cgroup.remove() {
             warn!("remove the cgroup of {}: {error}", self.place.id);
         }

@@ -27,6 +27,7 @@ use crate::protocol::{Place, RECEIVED_SPEC, Reply, Request, START_SOCKET};
 use crate::status::Refusal;
 use crate::stdio::Pipes;
 use crate::streams::{ProcessStreams, StreamTable};
+use crate::volumes::Volumes;
 
 /// Longest id of a container or an exec; with it a path of a socket still fits its address.
 const ID_LENGTH: usize = 76;
@@ -48,6 +49,7 @@ pub struct Engine {
     exits: Arc<Exits>,
     streams: Arc<StreamTable>,
     memory: Arc<MemoryWatch>,
+    volumes: Arc<Volumes>,
     containers: Mutex<HashMap<String, Arc<Container>>>,
 }
 
@@ -106,6 +108,7 @@ impl Engine {
             exits,
             streams,
             memory,
+            volumes: Arc::default(),
             containers: Mutex::default(),
         }
     }
@@ -166,7 +169,9 @@ impl Engine {
                 Refusal::failed(format!("make cgroup {}: {error}", place.cgroup))
             })?;
             let init = Process::new(String::new(), terminal, uris, Phase::Starting);
-            let container = Arc::new(Container::new(place, client_bundle, init, cgroup));
+            let volumes = self.volumes.hold(&spec);
+            let container = Container::new(place, client_bundle, init, cgroup, volumes);
+            let container = Arc::new(container);
             containers.insert(id.to_owned(), Arc::clone(&container));
             container
         };

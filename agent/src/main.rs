@@ -29,6 +29,7 @@ mod stdio;
 mod streams;
 mod sys;
 mod task;
+mod volumes;
 mod warm;
 
 use std::io::Write;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use containerd_shim_protos::api;
@@ -12,7 +12,7 @@ use containerd_shim_protos::shim_async::{Task, create_task};
 use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 use protobuf::{EnumOrUnknown, MessageField};
-use thaw_agent_api::{NAMES_VALID_MS, SHARE, SPEC_TYPE_URL};
+use thaw_agent_api::{SHARE, SPEC_TYPE_URL};
 use ttrpc::Code;
 use ttrpc::asynchronous::{Service, TtrpcContext};
 
@@ -21,13 +21,11 @@ use crate::engine::{Engine, ProcessRequest};
 use crate::process::{Outcome, Phase, Process};
 use crate::stats;
 use crate::status::Refusal;
+use crate::volumes;
 
 /// The second name under which the service is reached: the messages of version 3, whose name the
 /// generated code uses, are those of version 2.
 const NAME_V2: &str = "containerd.task.v2.Task";
-
-/// How much longer than it may names are left alone: the kernel counts in its own ticks.
-const LET_GO_MARGIN: Duration = Duration::from_millis(100);
 
 /// Name of the interface's version, for Connect.
 const VERSION: &str = "v2";
@@ -129,7 +127,8 @@ impl Task for TaskService {
             .complete(|engine| async move {
                 let outcome = engine.delete(&request.id, &request.exec_id).await?;
                 if request.exec_id.is_empty() {
-                    tokio::spawn(forget_files(request.id));
+                    let files = Path::new(SHARE).join("containers").join(request.id);
+                    tokio::spawn(volumes::forget(vec![files]));
                 }
                 Ok(outcome)
             })
@@ -362,11 +361,4 @@ fn timestamp(time: SystemTime) -> MessageField<Timestamp> {
         nanos: i32::try_from(since.subsec_nanos()).unwrap_or(0),
         ..Default::default()
     })
-}
-
-/// Has the kernel let go of a deleted container's files, so that the host can: it finds their names
-/// gone when it looks at them after it may believe that they are still there.
-async fn forget_files(id: String) {
-    tokio::time::sleep(Duration::from_millis(NAMES_VALID_MS) + LET_GO_MARGIN).await;
-    let _ = std::fs::metadata(Path::new(SHARE).join("containers").join(id));
 }

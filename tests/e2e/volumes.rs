@@ -172,8 +172,8 @@ fn nested_volumes() {
     });
 }
 
-/// Sockets on a volume work in their container; those of the host, and of another container with the same
-/// volume, refuse at once.
+/// Sockets and locks on a volume are those of all containers in the VM that have it (field case 13); a
+/// socket of the host refuses at once.
 #[test]
 fn sockets_on_volumes() {
     on_containerd(Version::V2_1, "sockets_on_volumes", |bed| {
@@ -200,20 +200,34 @@ fn sockets_on_volumes() {
             .spawn()
             .expect("ctr is there");
         let mut said = [0; 10];
-        std::io::Read::read_exact(listener.stdout.as_mut().expect("it is a pipe"), &mut said)
+        Read::read_exact(listener.stdout.as_mut().expect("it is a pipe"), &mut said)
             .expect("it listens");
         assert_eq!(&said, b"listening\n");
-        // To the guest, the two mounts of the volume are two file systems, and a socket belongs to one.
         let connect = |container: &thaw_tests::Container<'_>, socket: &str| {
             let connected = container.exec(["/v/file-cases", "connect", socket]);
             connected.succeeded().stdout()
         };
         if Environment::get().is_thaw() {
-            assert_eq!(connect(&two, "/v/s"), "ECONNREFUSED\n");
             assert_eq!(connect(&two, "/v/host"), "ECONNREFUSED\n");
         }
-        assert_eq!(connect(&one, "/v/s"), "pong\n");
+        assert_eq!(connect(&two, "/v/s"), "pong\n");
         assert!(listener.wait().expect("it is a child").success());
+        let lock = "/v/file-cases lock /v/lock < /dev/null";
+        fs::write(volume.path().join("lock"), "").expect("it can be written");
+        let mut holder = one.exec_command(["/v/file-cases", "lock", "/v/lock"]);
+        let mut holder = holder
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("ctr is there");
+        let mut said = [0; 7];
+        let output = holder.stdout.as_mut().expect("it is a pipe");
+        output.read_exact(&mut said).expect("it says so");
+        assert_eq!(&said, b"locked\n");
+        assert_eq!(two.exec_shell(lock).succeeded().stdout(), "taken\n");
+        drop(holder.stdin.take());
+        assert!(holder.wait().expect("it is a child").success());
+        assert_eq!(two.exec_shell(lock).succeeded().stdout(), "locked\n");
         let metadata = volume.path().join("s").metadata();
         assert!(metadata.is_ok_and(|data| data.file_type().is_socket()));
     });

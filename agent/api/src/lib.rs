@@ -45,6 +45,9 @@ pub const MOST_COMMAND_BYTES: usize = 256;
 /// Where the guest mounts the sandbox's file tree.
 pub const SHARE: &str = "/run/thaw/share";
 
+/// Name of the directory below [`SHARE`] with what containers bind of the host.
+pub const VOLUMES: &str = "volumes";
+
 /// Where the guest mounts a disk that is a container's root.
 pub const ROOT_DISK: &str = "/run/thaw/root";
 

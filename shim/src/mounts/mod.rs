@@ -1,8 +1,8 @@
 //! The file tree of a sandbox, `export`, as its guest sees it:
 //!
 //! ```text
-//! containers/<id>/rootfs      what containerd mounts as the container's root
-//! containers/<id>/mounts/<n>  the source of the spec's n-th mount, when that is a bind mount
+//! containers/<id>/rootfs  what containerd mounts as the container's root
+//! volumes/<n>             what one container or several bind of the host
 //! ```
 //!
 //! It is a tmpfs in the shim's own mount namespace, so none of its mounts is ever seen on the host and
@@ -14,6 +14,7 @@
 mod attributes;
 mod options;
 mod overlay;
+mod volumes;
 
 use std::ffi::CString;
 use std::fs;
@@ -21,6 +22,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use containerd_shim_protos::api::Mount as ApiMount;
 use rustix::fs::CWD;
@@ -33,6 +35,7 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 use crate::spec::Mount as SpecMount;
 pub use attributes::{Propagation, set_on_tree};
 use options::{Options, Recursion};
+pub use volumes::Volumes;
 
 /// Most bytes of data that `mount(2)` takes: a page, with its end.
 const MOST_DATA: usize = 4095;
@@ -78,13 +81,18 @@ pub fn remove_export(path: &Path) -> io::Result<()> {
 #[derive(Debug)]
 pub struct ContainerMounts {
     directory: PathBuf,
+    volumes: Arc<Volumes>,
+    /// Those of the volumes that it uses.
+    used: Mutex<Vec<u64>>,
 }
 
 impl ContainerMounts {
-    /// Container `id` below `export`; nothing is made yet.
-    pub fn new(export: &Path, id: &str) -> Self {
+    /// Container `id` below `export`, which has `volumes`; nothing is made yet.
+    pub fn new(export: &Path, id: &str, volumes: Arc<Volumes>) -> Self {
         Self {
             directory: export.join("containers").join(id),
+            volumes,
+            used: Mutex::default(),
         }
     }
 
@@ -107,15 +115,14 @@ impl ContainerMounts {
     }
 
     /// Bind the sources of the bind mounts among `mounts`, but for those at the indexes `special`, and
-    /// return the indexes of those. Relative sources are relative to `bundle`.
+    /// return the indexes of those and where each source is in the export. Relative sources are relative
+    /// to `bundle`.
     pub fn bind_sources(
         &self,
         mounts: &[SpecMount],
         special: &[usize],
         bundle: &Path,
-    ) -> io::Result<Vec<usize>> {
-        let directory = self.directory.join("mounts");
-        fs::create_dir_all(&directory)?;
+    ) -> io::Result<Vec<(usize, PathBuf)>> {
         let mut done = Vec::new();
         for (index, mount) in mounts
             .iter()
@@ -123,56 +130,55 @@ impl ContainerMounts {
             .filter(|(index, mount)| mount.is_bind() && !special.contains(index))
         {
             let source = bundle.join(&mount.source);
-            let target = directory.join(index.to_string());
             let options = Options::parse(mount.options.iter().map(String::as_str));
-            make_like(&source, &target)
-                .and_then(|()| bind(&source, &target, &options))
-                .map_err(|error| {
-                    let source = source.display();
-                    failed(format!("mounts[{index}] from {source}"), error)
-                })?;
-            done.push(index);
+            let number = self.volumes.add(&source, &options).map_err(|error| {
+                let source = source.display();
+                failed(format!("mounts[{index}] from {source}"), error)
+            })?;
+            self.lock_used().push(number);
+            done.push((index, Volumes::name(number)));
         }
         Ok(done)
     }
 
-    /// Take all mounts of the container away. The VMM must have ended, or they stay in use.
+    /// Take all mounts of the container away that no other has. The VMM must have ended, or they stay in
+    /// use.
     pub fn unmount(&self) -> io::Result<()> {
-        let mut targets = vec![self.directory.join("rootfs")];
-        if let Ok(entries) = fs::read_dir(self.directory.join("mounts")) {
-            targets.extend(entries.flatten().map(|entry| entry.path()));
+        let mut result = take_away(&self.directory.join("rootfs"));
+        for number in std::mem::take(&mut *self.lock_used()) {
+            result = result.and(self.volumes.release(number));
         }
-        let mut result = Ok(());
-        for target in &targets {
-            // One at a time, the topmost first: a root may consist of several.
-            loop {
-                match unmount(target, UnmountFlags::NOFOLLOW) {
-                    Ok(()) => {}
-                    // Mounts below, or still in use: they go when the last user does.
-                    Err(rustix::io::Errno::BUSY) => {
-                        let lazy = UnmountFlags::NOFOLLOW | UnmountFlags::DETACH;
-                        if let Err(errno) = unmount(target, lazy) {
-                            result = Err(failed(format!("unmounting {}", target.display()), errno));
-                            break;
-                        }
-                    }
-                    // No mount (any more).
-                    Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOENT) => break,
-                    Err(errno) => {
-                        result = Err(failed(format!("unmounting {}", target.display()), errno));
-                        break;
-                    }
-                }
-            }
-        }
-        // Never what is in a directory: of a mount that is still there it would be its owner's.
-        for target in &targets {
-            let _ = fs::remove_dir(target).or_else(|_| fs::remove_file(target));
-        }
-        let _ = fs::remove_dir(self.directory.join("mounts"));
         let _ = fs::remove_dir(&self.directory);
         result
     }
+
+    fn lock_used(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Unmount all that is mounted at `target`, and remove it. Never what is in a directory: of a mount that
+/// is still there it would be its owner's.
+fn take_away(target: &Path) -> io::Result<()> {
+    let failed = |errno| Err(failed(format!("unmounting {}", target.display()), errno));
+    // One at a time, the topmost first: a root may consist of several.
+    let result = loop {
+        match unmount(target, UnmountFlags::NOFOLLOW) {
+            Ok(()) => {}
+            // Mounts below, or still in use: they go when the last user does.
+            Err(rustix::io::Errno::BUSY) => {
+                let lazy = UnmountFlags::NOFOLLOW | UnmountFlags::DETACH;
+                if let Err(errno) = unmount(target, lazy) {
+                    break failed(errno);
+                }
+            }
+            // No mount (any more).
+            Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOENT) => break Ok(()),
+            Err(errno) => break failed(errno),
+        }
+    };
+    let _ = fs::remove_dir(target).or_else(|_| fs::remove_file(target));
+    result
 }
 
 /// Make an empty file or directory at `target`, whichever `source` is.

@@ -25,6 +25,11 @@ fn with_export(test: impl FnOnce(&Path, &Path) + Send + 'static) {
     }
 }
 
+fn container(export: &Path) -> ContainerMounts {
+    let volumes = Arc::new(Volumes::new(export.to_owned()));
+    ContainerMounts::new(export, "web", volumes)
+}
+
 fn api_mount(kind: &str, source: &Path, options: &[String]) -> ApiMount {
     ApiMount {
         type_: kind.into(),
@@ -51,7 +56,7 @@ fn test_overlay_root_is_mounted_and_taken_away() {
             option("upperdir", "upper"),
             option("workdir", "work"),
         ];
-        let mounts = ContainerMounts::new(export, "web");
+        let mounts = container(export);
         mounts
             .mount_root(
                 &[api_mount("overlay", Path::new("overlay"), &options)],
@@ -84,7 +89,7 @@ fn test_overlay_of_more_layers_than_fit_in_a_page() {
             .collect();
         let options = ["ro".to_owned(), format!("lowerdir={}", paths.join(":"))];
         assert!(options[1].len() > MOST_DATA);
-        let mounts = ContainerMounts::new(export, "web");
+        let mounts = container(export);
         mounts
             .mount_root(
                 &[api_mount("overlay", Path::new("overlay"), &options)],
@@ -125,9 +130,12 @@ fn test_read_only_holds_for_what_is_mounted_below() {
                 ..Default::default()
             },
         ];
-        let mounts = ContainerMounts::new(export, "web");
-        assert_eq!(mounts.bind_sources(&spec, &[], directory).unwrap(), [1]);
-        let seen = export.join("containers/web/mounts/1");
+        let mounts = container(export);
+        assert_eq!(
+            mounts.bind_sources(&spec, &[], directory).unwrap(),
+            [(1, "volumes/1".into())]
+        );
+        let seen = export.join("volumes/1");
         let kind = |path| fs::write(path, "x").unwrap_err().kind();
         assert_eq!(kind(seen.join("file")), io::ErrorKind::ReadOnlyFilesystem);
         assert_eq!(
@@ -153,12 +161,100 @@ fn test_a_single_file_is_bound_without_its_directory() {
             options: vec!["bind".into()],
             ..SpecMount::default()
         }];
-        let mounts = ContainerMounts::new(export, "web");
-        assert_eq!(mounts.bind_sources(&spec, &[], directory).unwrap(), [0]);
-        let seen = export.join("containers/web/mounts/0");
+        let mounts = container(export);
+        assert_eq!(
+            mounts.bind_sources(&spec, &[], directory).unwrap(),
+            [(0, "volumes/1".into())]
+        );
+        let seen = export.join("volumes/1");
         fs::write(&seen, "changed").unwrap();
         assert_eq!(fs::read_to_string(&source).unwrap(), "changed");
         mounts.unmount().unwrap();
+    });
+}
+
+/// A file system of its own, to see which mount something is of.
+fn tmpfs(path: &Path) {
+    fs::create_dir_all(path).unwrap();
+    mount("t", path, "tmpfs", MountFlags::empty(), None).unwrap();
+}
+
+fn binds<const N: usize>(source: &Path, all: [&[&str]; N]) -> [SpecMount; N] {
+    all.map(|options| SpecMount {
+        kind: "bind".into(),
+        source: source.to_owned(),
+        options: options.iter().map(|&option| option.to_owned()).collect(),
+        ..SpecMount::default()
+    })
+}
+
+#[test]
+fn test_what_containers_bind_alike_is_one_mount_while_one_of_them_is_there() {
+    with_export(|directory, export| {
+        let source = directory.join("a source");
+        fs::create_dir(&source).unwrap();
+        std::os::unix::fs::symlink(&source, directory.join("link")).unwrap();
+        let volumes = Arc::new(Volumes::new(export.to_owned()));
+        let [one, two] = ["one", "two"].map(|id| ContainerMounts::new(export, id, volumes.clone()));
+        let ways: [&[&str]; 4] = [
+            &["rbind"],
+            &["rbind", "ro"],
+            &["bind"],
+            &["rbind", "rslave"],
+        ];
+        let numbers = |mounts: &ContainerMounts, source: &Path| {
+            let bound = mounts.bind_sources(&binds(source, ways), &[], directory);
+            bound
+                .unwrap()
+                .into_iter()
+                .map(|(_, path)| path)
+                .collect::<Vec<_>>()
+        };
+        let first = numbers(&one, &source);
+        let different: std::collections::BTreeSet<_> = first.iter().collect();
+        assert_eq!(different.len(), 4);
+        assert_eq!(numbers(&two, &directory.join("link")), first);
+        one.unmount().unwrap();
+        fs::write(source.join("file"), "").unwrap();
+        assert!(
+            first
+                .iter()
+                .all(|path| export.join(path).join("file").exists())
+        );
+        two.unmount().unwrap();
+        assert_eq!(fs::read_dir(export.join("volumes")).unwrap().count(), 0);
+        // A name that the guest may remember is never another volume's.
+        assert!(
+            numbers(&one, &source)
+                .iter()
+                .all(|path| !first.contains(path))
+        );
+        one.unmount().unwrap();
+    });
+}
+
+#[test]
+fn test_what_has_been_mounted_below_a_source_meanwhile_is_seen() {
+    with_export(|directory, export| {
+        let source = directory.join("a source");
+        fs::create_dir_all(source.join("below")).unwrap();
+        let volumes = Arc::new(Volumes::new(export.to_owned()));
+        let bound = |id| {
+            let mounts = ContainerMounts::new(export, id, volumes.clone());
+            let bound = mounts.bind_sources(&binds(&source, [&["rbind"]]), &[], directory);
+            (mounts, export.join(&bound.unwrap()[0].1))
+        };
+        let (one, before) = bound("one");
+        tmpfs(&source.join("below"));
+        fs::write(source.join("below/file"), "").unwrap();
+        let (two, after) = bound("two");
+        assert!(!before.join("below/file").exists() && after.join("below/file").exists());
+        unmount(source.join("below"), UnmountFlags::empty()).unwrap();
+        let (three, last) = bound("three");
+        assert_eq!(last, before);
+        for mounts in [one, two, three] {
+            mounts.unmount().unwrap();
+        }
     });
 }
 
@@ -170,7 +266,7 @@ fn test_a_missing_source_is_named_by_field_and_path() {
             source: "/does/not/exist".into(),
             ..SpecMount::default()
         }];
-        let mounts = ContainerMounts::new(export, "web");
+        let mounts = container(export);
         let error = mounts
             .bind_sources(&spec, &[], directory)
             .unwrap_err()
@@ -205,7 +301,7 @@ fn test_mounts_reach_a_slave_namespace_and_never_the_host() {
             fs::read_to_string(inner.join("containers/web/rootfs/file")).unwrap()
         });
         is_ready.recv().unwrap();
-        let mounts = ContainerMounts::new(&export, "web");
+        let mounts = container(&export);
         mounts.mount_root(&[], &source).unwrap();
         mounted.send(()).unwrap();
         assert_eq!(other.join().unwrap(), "x");
@@ -240,7 +336,7 @@ fn test_what_is_still_mounted_is_not_emptied() {
         let volume = directory.join("volume");
         fs::create_dir(&volume).unwrap();
         fs::write(volume.join("file"), "the user's").unwrap();
-        let mounts = ContainerMounts::new(export, "web");
+        let mounts = container(export);
         mounts.mount_root(&[], &volume).unwrap();
         // One that is not found when the others are taken away.
         let stray = export.join("containers/web/stray");

@@ -111,7 +111,8 @@ impl Sandbox {
             true => id.clone(),
             false => containers.next_guest_id(id),
         };
-        let mounts = ContainerMounts::new(&self.facts.export(), &guest_id);
+        let volumes = self.volumes.clone();
+        let mounts = ContainerMounts::new(&self.facts.export(), &guest_id, volumes);
         let hooks = ContainerHooks::new(&mut spec.view, id, &bundle);
         let container = Container::new(Parts {
             id: id.clone(),

@@ -38,6 +38,7 @@ use crate::consoles;
 use crate::error::TaskError;
 use crate::events::Publisher;
 use crate::facts::{self, FactsFile};
+use crate::mounts::Volumes;
 use crate::settings::RuntimeOptions;
 use crate::spec::BundleSpec;
 use crate::template::Abandonment;
@@ -72,6 +73,8 @@ pub struct Sandbox {
     awakening: Awakening,
     growth: Growth,
     containers: Mutex<Containers>,
+    /// What its containers bind of the host.
+    volumes: Arc<Volumes>,
     next_stream: std::sync::atomic::AtomicU64,
     /// Kills for want of memory, where those of the VMM are counted, before there was one.
     memory_kills_before: OnceLock<u64>,
@@ -140,7 +143,9 @@ impl Sandbox {
         id: String,
         seed: Result<Seed, String>,
     ) -> Arc<Self> {
+        let volumes = Arc::new(Volumes::new(facts.export()));
         let sandbox = Arc::new(Self {
+            volumes,
             facts: Arc::new(facts),
             publisher,
             trace: Arc::new(trace),

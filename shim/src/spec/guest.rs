@@ -1,7 +1,7 @@
 //! The spec as the guest gets it: paths are the guest's, and what only means something on the host is
 //! gone.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -16,8 +16,8 @@ use crate::disks::Special;
 pub struct GuestSide<'a> {
     /// Its name there.
     pub id: &'a str,
-    /// The indexes of its mounts whose sources have been put into the export.
-    pub bind_mounts: &'a [usize],
+    /// The indexes of its mounts whose sources have been put into the export, and where there.
+    pub bind_mounts: &'a [(usize, PathBuf)],
     /// The other containers of the guest by their names there.
     pub siblings: &'a Siblings,
     /// What of it is not files.
@@ -46,9 +46,9 @@ pub fn guest_spec(mut json: Value, side: GuestSide<'_>) -> Value {
         root.insert("path".into(), text(&path));
     }
     if let Some(mounts) = json.get_mut("mounts").and_then(Value::as_array_mut) {
-        for index in bind_mounts {
+        for (index, path) in bind_mounts {
             if let Some(mount) = mounts.get_mut(*index).and_then(Value::as_object_mut) {
-                let source = container.join("mounts").join(index.to_string());
+                let source = Path::new(SHARE).join(path);
                 mount.insert("source".into(), text(&source));
             }
         }
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     fn side<'a>(
-        bind_mounts: &'a [usize],
+        bind_mounts: &'a [(usize, PathBuf)],
         siblings: &'a Siblings,
         special: &'a Special,
     ) -> GuestSide<'a> {
@@ -235,7 +235,10 @@ mod tests {
         });
         let siblings = Siblings::from([(7, "pause".to_owned())]);
         assert_eq!(
-            guest_spec(spec, side(&[1], &siblings, &Special::default())),
+            guest_spec(
+                spec,
+                side(&[(1, "volumes/7".into())], &siblings, &Special::default())
+            ),
             json!({
                 "ociVersion": "1.1.0",
                 "root": { "path": "/run/thaw/share/containers/web/rootfs", "readonly": true },
@@ -244,7 +247,7 @@ mod tests {
                 "mounts": [
                     { "destination": "/proc", "type": "proc", "source": "proc" },
                     { "destination": "/data", "type": "bind", "options": ["rbind"],
-                      "source": "/run/thaw/share/containers/web/mounts/1" },
+                      "source": "/run/thaw/share/volumes/7" },
                 ],
                 "linux": {
                     "cgroupsPath": "/web",
@@ -270,7 +273,7 @@ mod tests {
         let none = Siblings::new();
         let nothing = Special::default();
         assert_eq!(
-            guest_spec(json!({}), side(&[0], &none, &nothing)),
+            guest_spec(json!({}), side(&[(0, PathBuf::new())], &none, &nothing)),
             json!({})
         );
         let odd = json!({ "mounts": [null, 3], "linux": 7 });
@@ -279,7 +282,14 @@ mod tests {
             ..Special::default()
         };
         assert_eq!(
-            guest_spec(odd.clone(), side(&[0, 1, 2], &none, &special)),
+            guest_spec(
+                odd.clone(),
+                side(
+                    &[0, 1, 2].map(|index| (index, PathBuf::new())),
+                    &none,
+                    &special
+                )
+            ),
             odd
         );
     }

@@ -297,17 +297,15 @@ fn test_a_container_s_life_with_an_exec_in_it() {
         assert_eq!(scene.sandbox.pids("web").unwrap()[0].pid, pid);
         let export = scene.path("run/default/web/export/containers/web");
         assert!(export.join("rootfs/etc").exists());
-        assert!(fs::write(export.join("mounts/1/x"), "").is_err());
+        let volume = scene.path("run/default/web/export/volumes/1");
+        assert!(fs::write(volume.join("x"), "").is_err());
         {
             let spec = scene.agent.spec.lock().unwrap();
             assert_eq!(
                 spec["root"]["path"],
                 "/run/thaw/share/containers/web/rootfs"
             );
-            assert_eq!(
-                spec["mounts"][1]["source"],
-                "/run/thaw/share/containers/web/mounts/1"
-            );
+            assert_eq!(spec["mounts"][1]["source"], "/run/thaw/share/volumes/1");
             let configured = scene.agent.configured.lock().unwrap().take().unwrap();
             assert_eq!(configured.hostname, "web");
         }

@@ -1,6 +1,7 @@
 //! Locks: of a whole file, of ranges by process, of ranges by open file.
 
 use std::fs::{File, OpenOptions};
+use std::io;
 use std::os::fd::AsRawFd;
 
 use nix::fcntl::{FcntlArg, fcntl};
@@ -8,6 +9,7 @@ use nix::libc;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use crate::{Case, Failure, done};
 
@@ -106,4 +108,18 @@ fn in_child(file: &File, start: i64) -> Result<i32, Failure> {
             unsafe { libc::_exit(code) }
         }
     }
+}
+
+/// Locks `file` if nobody has, says so, and waits for the end of the input.
+pub fn hold(file: &str) -> io::Result<()> {
+    let file = File::open(file)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => println!("locked"),
+        Err(Errno::WOULDBLOCK) => {
+            println!("taken");
+            return Ok(());
+        }
+        Err(error) => return Err(error.into()),
+    }
+    io::copy(&mut io::stdin(), &mut io::sink()).map(drop)
 }

@@ -1,5 +1,5 @@
-//! `file-cases DIRECTORY...`, `file-cases listen SOCKET`, `file-cases connect SOCKET`, `file-cases exercise FILE SEED
-//! STEPS`.
+//! `file-cases DIRECTORY...`, `file-cases listen SOCKET`, `file-cases connect SOCKET`, `file-cases lock FILE`,
+//! `file-cases exercise FILE SEED STEPS`.
 //!
 //! The first does with files in each DIRECTORY what programs do, and prints what came
 //! of it, one line a case: `DIRECTORY CASE: OUTCOME`.
@@ -9,7 +9,8 @@
 //! prints the same lines, and each line that differs is a difference for programs. To be run as root, in
 //! a container.
 //!
-//! The next are the two ends of a socket: one line each way, or the error's name. The last makes STEPS random
+//! The next are the two ends of a socket: one line each way, or the error's name. `lock` prints whether it has
+//! FILE's lock, and holds it until its input ends. The last makes STEPS random
 //! operations on a new FILE, and fails at the first that does not come to what memory says.
 
 mod attributes;
@@ -102,6 +103,7 @@ fn main() -> io::Result<()> {
         .as_slice()
     {
         ["listen", socket] => return sockets::listen(socket),
+        ["lock", file] => return locks::hold(file),
         ["exercise", file, seed, steps] => {
             let number = |text: &str| text.parse().map_err(io::Error::other);
             return exercise::exercise(file, number(seed)?, number(steps)? as usize);

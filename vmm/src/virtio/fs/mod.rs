@@ -27,9 +27,10 @@
 //!   root writes, who would keep the bits elsewhere. So does a change of owner or length.
 //! - O_TMPFILE, times of birth, file attributes (`chattr`), reflinks and other ioctls are not supported:
 //!   the library knows none of them.
-//! - Locks (flock, POSIX, those of open files), sockets and inotify are the guest's own, and belong to one mount:
-//!   the host, another VM, and another mount of the same directory, in another container or beside it, know
-//!   nothing of them. A lock there is granted, a connection refused (ECONNREFUSED), a change not told of.
+//! - Locks (flock, POSIX, those of open files), sockets and inotify are the guest's own: of all its containers
+//!   that have the same directory mounted with the same options. The host, another VM, and a mount with other
+//!   options or of a directory above know nothing of them. A lock there is granted, a connection refused
+//!   (ECONNREFUSED), a change not told of.
 //! - Names and attributes may be as old as a second; data is as old as the open.
 //! - Each inode that the guest remembers holds a descriptor here. Beyond the process's limit of those
 //!   (1,048,576 less a reserve), a lookup fails with ENFILE.
