@@ -45,14 +45,22 @@ impl ProcessIdentity {
     /// Kill the process, if it is still there, and wait until it is gone. `Ok(false)` when it is
     /// still there after `limit`.
     pub fn kill(self, limit: Duration) -> io::Result<bool> {
-        let Some(descriptor) = self.open()? else {
-            return Ok(true);
+        let killed = || {
+            let Some(descriptor) = self.open()? else {
+                return Ok(true);
+            };
+            match pidfd_send_signal(&descriptor, Signal::KILL) {
+                Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+            wait_for_end(&descriptor, limit)
         };
-        match pidfd_send_signal(&descriptor, Signal::KILL) {
-            Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-        wait_for_end(&descriptor, limit)
+        killed().map_err(|error: io::Error| {
+            io::Error::new(
+                error.kind(),
+                format!("killing process {}: {error}", self.pid),
+            )
+        })
     }
 
     /// A descriptor of the process; `None` when it is gone.
@@ -60,13 +68,20 @@ impl ProcessIdentity {
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
             return Ok(None);
         };
-        let descriptor = match pidfd_open(pid, PidfdFlags::empty()) {
-            Ok(descriptor) => descriptor,
-            Err(rustix::io::Errno::SRCH) => return Ok(None),
-            Err(errno) => return Err(errno.into()),
-        };
+        let descriptor = descriptor_of(pid)?;
         // Looked at after it was opened: the descriptor keeps meaning the process that had the id.
-        Ok(self.is_alive().then_some(descriptor))
+        Ok(descriptor.filter(|_| self.is_alive()))
+    }
+}
+
+/// A descriptor of the process that has the id `pid`; `None` when there is none.
+fn descriptor_of(pid: Pid) -> io::Result<Option<OwnedFd>> {
+    match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(descriptor) => Ok(Some(descriptor)),
+        // The second is one that is reaped during the call (kernel/fork.c, `pidfd_prepare`, of Linux up to
+        // 6.14): nothing else about the arguments can be invalid.
+        Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => Ok(None),
+        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -113,6 +128,19 @@ mod tests {
         assert_eq!(parse_stat(text), Some((b'S', 4711)));
         assert_eq!(parse_stat("12 (a) S 1"), None);
         assert_eq!(parse_stat(""), None);
+    }
+
+    /// A process may be reaped between any two steps of looking for it.
+    #[test]
+    fn test_a_process_that_goes_meanwhile_is_gone() {
+        for _ in 0..500 {
+            let mut child = Command::new("true").spawn().unwrap();
+            let pid = Pid::from_raw(child.id().cast_signed()).unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(move || child.wait().unwrap());
+                while descriptor_of(pid).unwrap().is_some() {}
+            });
+        }
     }
 
     #[test]
