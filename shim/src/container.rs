@@ -172,12 +172,17 @@ impl Container {
         let _ = ended.wait_for(|ended| *ended).await;
     }
 
+    /// End the anchor, and wait until it is gone.
+    pub async fn end_anchor(&self) {
+        self.anchor.kill();
+        self.anchor_ended().await;
+    }
+
     /// End the anchor and take the container's mounts away. Done once; whoever calls it meanwhile
     /// or later waits until it is done.
     pub async fn release(self: &Arc<Self>) {
         let release = async {
-            self.anchor.kill();
-            self.anchor_ended().await;
+            self.end_anchor().await;
             debug!(container = self.id, "the anchor is gone");
             point("shim-anchor-ended");
             let container = self.clone();

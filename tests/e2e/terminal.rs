@@ -79,9 +79,10 @@ on_each_containerd! {
     fn short_program(bed: &Testbed) {
         let container = bed.sleeper();
         let task = Task::of(bed, &container);
-        let expected: String = (1..=3000).map(|number| format!("{number}\r\n")).collect();
-        for _ in 0..20 {
-            let terminal = Terminal::new(bed, &task, "one", &process(&["seq", "1", "3000"]));
+        let lines = |last: u32| -> String { (1..=last).map(|number| format!("{number}\r\n")).collect() };
+        for last in std::iter::repeat_n(3000, 20).chain([100_000]) {
+            let expected = lines(last);
+            let terminal = Terminal::new(bed, &task, "one", &process(&["seq", "1", &last.to_string()]));
             let (status, shown) = terminal.run();
             assert_eq!(status, 0);
             assert!(shown == expected, "{} bytes of {}", shown.len(), expected.len());

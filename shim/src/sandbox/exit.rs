@@ -62,7 +62,12 @@ impl Sandbox {
                 self.tell_exit(&container, &exec.process, Exit::now(KILLED));
             }
         }
-        tokio::join!(self.drain(init, INIT_PATIENCE), keep_counters(&container));
+        // Whoever hears of the exit finds the pid gone, as that of any process that has ended.
+        tokio::join!(
+            self.drain(init, INIT_PATIENCE),
+            keep_counters(&container),
+            container.end_anchor()
+        );
         self.tell_memory_limit(&container);
         self.tell_exit(&container, init, exit);
         point("shim-exit-told");

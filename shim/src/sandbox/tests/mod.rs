@@ -352,6 +352,7 @@ fn test_a_container_s_life_with_an_exec_in_it() {
         let (out, err) = (scene.reader("stdout"), scene.reader("stderr"));
         scene.agent.end("", "last words", 7).await;
         assert_eq!(scene.wait("").await, 7);
+        assert!(!fs::exists(format!("/proc/{pid}")).unwrap());
         assert_eq!(
             (out.await.unwrap().as_str(), err.await.unwrap().as_str()),
             ("last words", "last words")
