@@ -105,6 +105,26 @@ on_each_containerd! {
         assert_eq!(task.wait(""), Ok(4));
     }
 
+    /// What a first process hands on, as the init does that clients put before a program, arrives once (field
+    /// case 10).
+    fn once_behind_an_init(bed: &Testbed) {
+        let child = counter("child");
+        let init = format!(
+            "({child}) & child=$!; echo $child > /tmp/pid; trap 'kill -TERM $child' TERM; \
+             while kill -0 $child 2> /dev/null; do wait $child; status=$?; done; exit $status"
+        );
+        let container = bed.run().shell(&init).detach();
+        let task = Task::of(bed, &container);
+        until(&container, "test -e /tmp/child.ready");
+        for count in ["1", "2"] {
+            task.kill("", TERM, false).expect("it runs");
+            until(&container, &format!("test $(wc -l < /tmp/child) -ge {count}"));
+            assert_eq!(terms(&container, "child"), count);
+        }
+        container.exec_shell("kill -USR1 $(cat /tmp/pid)").succeeded();
+        assert_eq!(task.wait(""), Ok(4));
+    }
+
     /// A program's own status is told as it is, whatever a runtime uses the numbers for, to whoever asks,
     /// before and after the end.
     fn statuses(bed: &Testbed) {

@@ -139,14 +139,16 @@ on_shim! {
             let (name, fifos) = (format!("e{index}"), Fifos::new(player));
             container.exec(&name, &["sh", "-c", "cat; echo err >&2; exit 6"], &fifos).unwrap();
             let (output, error) = (fifos.read(), fifos.error.as_ref().unwrap().read());
-            let mut input = fifos.write();
             if early {
+                // Both ends: the shim has its own only from the start on, and what nobody has open is lost.
+                let mut input = fifos.read_and_write();
                 input.write_all(b"text\n").unwrap();
-                drop(input);
                 container.task.close_stdin(id, &name).unwrap();
                 container.task.start(id, &name).unwrap();
+                drop(input);
             } else {
                 container.task.start(id, &name).unwrap();
+                let mut input = fifos.write();
                 input.write_all(b"text\n").unwrap();
                 drop(input);
                 container.task.close_stdin(id, &name).unwrap();

@@ -96,6 +96,17 @@ impl Fifos {
     pub fn write(&self) -> File {
         self.input.as_ref().expect("there is an input").write()
     }
+
+    /// Opens both ends of standard input, which waits for nobody.
+    ///
+    /// # Panics
+    ///
+    /// When there is none.
+    #[track_caller]
+    pub fn read_and_write(&self) -> File {
+        let input = self.input.as_ref().expect("there is an input");
+        input.open_with(OpenOptions::new().read(true).write(true))
+    }
 }
 
 fn uri(fifo: Option<&Fifo>) -> String {
@@ -146,8 +157,11 @@ impl Fifo {
 
     /// Opens it to write, which waits for a reader.
     pub fn write(&self) -> File {
-        OpenOptions::new()
-            .write(true)
+        self.open_with(OpenOptions::new().write(true))
+    }
+
+    fn open_with(&self, options: &OpenOptions) -> File {
+        options
             .open(&self.0)
             .unwrap_or_else(|error| panic!("{}: {error}", self.0.display()))
     }
